@@ -1,0 +1,1 @@
+"""Attention of diffusion language models: mask predicates (torch only) and Megatron core-attention modules."""

@@ -1,0 +1,78 @@
+"""An AdamW for Megatron where neither Transformer Engine nor apex brings one.
+
+Megatron's distributed optimizer saves and reshards optimizer state on the assumption that the step count stands in
+the parameter groups, as in the fused Adam of those packages. torch's AdamW keeps a tensor ``step`` beside every
+parameter, which breaks saving or loading.
+"""
+
+import torch
+from torch.optim.adam import adam
+
+
+class GroupStepAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter, 2019) through torch's fused kernel, with one step count per parameter group.
+
+    Args:
+        params: parameters or parameter groups, fp32.
+        lr: learning rate.
+        betas: decay of the first and second moment, in [0, 1).
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled weight decay per unit of learning rate; L2 with ``adam_w_mode=False``.
+        adam_w_mode: decouple the weight decay.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.adam_w_mode = adam_w_mode
+        # torch's kernel wants one step tensor a parameter; they follow the group's count and are never saved.
+        self._step_tensors: dict[int, tuple[int, list[torch.Tensor]]] = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Update all parameters that have a gradient."""
+        loss = closure() if closure is not None else None
+        for index, group in enumerate(self.param_groups):
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            steps = self._steps_of(index, group.get("step", 0), params)
+            adam(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                steps,
+                fused=True,
+                decoupled_weight_decay=self.adam_w_mode,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            group["step"] = group.get("step", 0) + 1
+            self._step_tensors[index] = (group["step"], steps)
+        return loss
+
+    def _steps_of(self, index: int, step: int, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        known_step, steps = self._step_tensors.get(index, (None, []))
+        if known_step == step and len(steps) == len(params):
+            return steps
+        device = params[0].device
+        return list(torch.full((len(params),), float(step), dtype=torch.float32, device=device).unbind())
+
+
+def use_group_step_adam() -> bool:
+    """Give Megatron this Adam where it would take torch's own; True if it does."""
+    from megatron.core import optimizer as megatron_optimizer
+
+    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        megatron_optimizer.Adam = GroupStepAdamW
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+    return megatron_optimizer.Adam is GroupStepAdamW

@@ -1,0 +1,131 @@
+"""The Megatron model of a diffusion language model.
+
+Shape letters: B samples, S positions, N target positions, H hidden size, V vocabulary rows of this rank, D rotary
+dimensions.
+"""
+
+from typing import NamedTuple
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from .head import DEFAULT_CHUNK, HeadOutput, VocabularyShard, masked_cross_entropy
+
+
+class Targets(NamedTuple):
+    """The positions that the head scores, in any order."""
+
+    row_N: Tensor
+    """int64: row of each target's *logit* in the hidden states [S, B] flattened, i.e. position * B + sample."""
+    token_N: Tensor
+    """int64: the clean token to predict."""
+    loss_weight_N: Tensor
+    """fp32: weight of its negative log-likelihood in the loss."""
+
+
+class DiffusionCore(MegatronGPTModel):
+    """Megatron's GPT with explicit positions and a head that scores chosen positions only.
+
+    It adds no parameter and no state beyond ``logical_vocab_size``, so any built ``GPTModel`` becomes one by
+    :meth:`adopt`: whatever a NeMo config does while building (rope scaling, embedding multipliers) stays.
+    """
+
+    logical_vocab_size: int
+
+    @classmethod
+    def adopt(cls, model: MegatronGPTModel, logical_vocab_size: int) -> "DiffusionCore":
+        """Turn a built Megatron GPT into a diffusion core, in place.
+
+        Args:
+            model: the model; its parameters are kept.
+            logical_vocab_size: number of tokens; rows beyond are padding that never takes probability.
+        """
+        model.__class__ = cls
+        model.logical_vocab_size = logical_vocab_size
+        return model
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        targets: Targets | None = None,
+    ) -> Tensor | HeadOutput:
+        """Run this pipeline stage.
+
+        Args:
+            input_ids: int64 [B, S].
+            position_ids: int64 [S] (shared by all samples) or [B, S]; None counts 0..S-1.
+            attention_mask: bool key mask [B, S], True = real token; None = no padding.
+            targets: positions to score; None asks for logits.
+
+        Returns:
+            Hidden states [S, B, H] on every stage but the last. There :class:`HeadOutput` for ``targets``, else
+            logits [B, S, logical vocabulary] (all vocabulary shards gathered).
+        """
+        decoder_input = self.embedding(input_ids, position_ids) if self.pre_process else None
+        hidden_SBH = self.decoder(
+            hidden_states=decoder_input,
+            attention_mask=attention_mask,
+            rotary_pos_emb=self._rotary_table(input_ids.size(1), position_ids),
+        )
+        if not self.post_process:
+            return hidden_SBH
+        if targets is None:
+            return self._logits(hidden_SBH)
+        return self._score(hidden_SBH, targets)
+
+    def _rotary_table(self, length: int, position_ids: Tensor | None) -> Tensor | None:
+        """Rotary angles [S, 1 or B, 1, D]. Megatron's own table counts 0..S-1 whatever the positions are."""
+        if self.position_embedding_type != "rope":
+            return None
+        rope = self.rotary_pos_emb
+        if position_ids is None:
+            return rope(length)
+        if position_ids.dim() == 2 and self.config.apply_rope_fusion:
+            raise ValueError(
+                "position_ids of shape [batch, sequence] need config.apply_rope_fusion=False: the fused rotary "
+                "kernel shares one table between samples"
+            )
+        positions_SB = (position_ids[None] if position_ids.dim() == 1 else position_ids).t().float()
+        if rope.seq_len_interpolation_factor is not None:
+            positions_SB = positions_SB / rope.seq_len_interpolation_factor
+        angles = positions_SB[..., None] * rope.inv_freq.to(positions_SB.device)
+        if rope.rotary_interleaved:
+            table = torch.stack((angles, angles), dim=-1).flatten(-2)
+        else:
+            table = torch.cat((angles, angles), dim=-1)
+        return table[:, :, None, :]
+
+    def _head_weight(self) -> Tensor:
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def _logits(self, hidden_SBH: Tensor) -> Tensor:
+        weight = self._head_weight() if self.share_embeddings_and_output_weights else None
+        logits_SBV, _ = self.output_layer(hidden_SBH, weight=weight, runtime_gather_output=True)
+        return logits_SBV[..., : self.logical_vocab_size].transpose(0, 1).contiguous()
+
+    def _score(self, hidden_SBH: Tensor, targets: Targets) -> HeadOutput:
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH, group=group)
+        else:
+            hidden_SBH = copy_to_tensor_model_parallel_region(hidden_SBH, group=group)
+        weight_VH = self._head_weight()
+        start = group.rank() * weight_VH.size(0)
+        shard = VocabularyShard(
+            start=start,
+            valid=min(max(self.logical_vocab_size - start, 0), weight_VH.size(0)),
+            group=group if group.size() > 1 else None,
+        )
+        hidden_NH = hidden_SBH.flatten(0, 1).index_select(0, targets.row_N)
+        return masked_cross_entropy(
+            hidden_NH, weight_VH, targets.token_N, targets.loss_weight_N, shard, chunk=DEFAULT_CHUNK
+        )

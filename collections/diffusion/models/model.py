@@ -1,0 +1,133 @@
+"""Diffusion language models as NeMo model classes: any ``GPTConfig`` with an objective."""
+
+from functools import partial
+
+import torch
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from megatron.core import parallel_state
+from nemo.collections.llm.gpt.model.base import GPTConfig, GPTModel
+from nemo.lightning.pytorch.optim import OptimizerModule
+
+from .. import cpu
+from ..attention.layers import check_layer_choice, diffusion_block_spec
+from .adam import use_group_step_adam
+from .batch import DiffusionBatch, corrupt_batch, to_device
+from .core import DiffusionCore, HeadOutput, Targets
+from .loss import DiffusionLossReduction
+from .vocabulary import built_vocab_size, check_mask_token
+
+
+class DiffusionModel(GPTModel):
+    """What the diffusion models share: corruption in the data step, a bidirectional core, (sum, count) losses.
+
+    Args:
+        config: any NeMo GPT configuration, dense or mixture of experts.
+        objective: how tokens are corrupted and what is optimised.
+        optim: optimizer module; NeMo's default when None.
+        tokenizer: NeMo tokenizer; needed where ``config.vocab_size`` or the objective's mask token is None.
+        transformer_impl: ``auto``, ``local`` or ``transformer_engine``: whose layers.
+        attention_backend: ``auto``, ``sdpa``, ``te`` or ``eager``: whose attention kernel.
+
+    Raises:
+        ValueError: for an unknown or absent layer implementation, and a mask token outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        objective,
+        optim: OptimizerModule | None = None,
+        tokenizer=None,
+        transformer_impl: str = "auto",
+        attention_backend: str = "auto",
+    ):
+        check_layer_choice(transformer_impl, attention_backend)
+        super().__init__(config, optim=optim, tokenizer=tokenizer)
+        self.objective = objective
+        self.transformer_impl = transformer_impl
+        self.attention_backend = attention_backend
+        # Any split of a global batch into micro-batches and ranks then gives the same gradient.
+        config.calculate_per_token_loss = True
+
+    def configure_model(self, vp_stage: int | None = None) -> None:
+        """Build this rank's part of the model."""
+        if hasattr(self, "module"):
+            return
+        config = self.config
+        if cpu.enable_cpu_runtime():
+            cpu.prepare_model_build(config)
+        use_group_step_adam()
+        logical, built = built_vocab_size(config, self.tokenizer)
+        check_mask_token(self.objective, self.tokenizer, logical)
+        config.transformer_layer_spec = partial(
+            diffusion_block_spec,
+            transformer_impl=self.transformer_impl,
+            attention_backend=self.attention_backend,
+        )
+        named = config.vocab_size
+        config.vocab_size = built
+        super().configure_model(vp_stage)
+        config.vocab_size = named
+        DiffusionCore.adopt(self.module, logical_vocab_size=logical)
+
+    def setup(self, stage: str) -> None:
+        """Learn the global batch size, over which times are stratified."""
+        sampler = getattr(self.trainer.strategy, "data_sampler", None)
+        if self.objective.group_size is None and sampler is not None:
+            self.objective.group_size = sampler.global_batch_size
+
+    def forward(self, input_ids, position_ids=None, attention_mask=None, targets: Targets | None = None):
+        """See :meth:`DiffusionCore.forward`."""
+        return self.module(input_ids, position_ids, attention_mask, targets=targets)
+
+    def training_data_step(self, dataloader_iter) -> DiffusionBatch:
+        """Next micro-batch, corrupted by the noise of its samples."""
+        return self._corrupted(dataloader_iter, validation=False)
+
+    def validation_data_step(self, dataloader_iter) -> DiffusionBatch:
+        """Next micro-batch under the fixed noise of validation."""
+        return self._corrupted(dataloader_iter, validation=True)
+
+    test_data_step = validation_data_step
+
+    def _corrupted(self, dataloader_iter, *, validation: bool) -> DiffusionBatch:
+        batch = next(dataloader_iter)
+        if isinstance(batch, tuple):  # Lightning adds indices.
+            batch = batch[0]
+        return to_device(corrupt_batch(batch, self.objective, validation=validation))
+
+    def forward_step(self, batch: DiffusionBatch) -> torch.Tensor | HeadOutput:
+        """Hidden states of this pipeline stage, or the head's output on the last."""
+        return self(batch.input_ids, None, batch.key_mask, targets=batch.targets)
+
+    def training_step(self, batch: DiffusionBatch, batch_idx: int | None = None) -> STEP_OUTPUT:
+        """See :meth:`forward_step`."""
+        return self.forward_step(batch)
+
+    validation_step = training_step
+    test_step = training_step
+
+    @property
+    def training_loss_reduction(self) -> DiffusionLossReduction:
+        """Loss reduction of training steps."""
+        if self._training_loss_reduction is None:
+            self._training_loss_reduction = DiffusionLossReduction()
+        return self._training_loss_reduction
+
+    @property
+    def validation_loss_reduction(self) -> DiffusionLossReduction:
+        """Loss reduction of validation steps."""
+        if self._validation_loss_reduction is None:
+            self._validation_loss_reduction = DiffusionLossReduction()
+        return self._validation_loss_reduction
+
+    test_loss_reduction = validation_loss_reduction
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        """Save what the noise depends on: a resumed run draws the same masks whatever its batch size."""
+        checkpoint["noise"] = {"seed": self.objective.seed, "group_size": self.objective.group_size}
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        """Go on with the noise of the saved run."""
+        for field, value in checkpoint.get("noise", {}).items():
+            setattr(self.objective, field, value)
