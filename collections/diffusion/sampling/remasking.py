@@ -1,0 +1,71 @@
+"""Scores that decide which predictions are committed and which positions stay masked.
+
+A policy is a function from ``Predictions`` to one float score per candidate; the highest are committed first, the
+lowest position among equals. ``register_remasking`` adds one under a name for ``SamplerConfig.remasking``.
+
+Shape letters: N candidate positions of all rows in row-major order, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Predictions(NamedTuple):
+    """What the model proposes for the candidates of one step.
+
+    Attributes:
+        tokens_N: int64, the token chosen at each candidate.
+        probabilities_NV: float32, before temperature, top-k and top-p; forbidden tokens have 0. Tempered ones round to
+            1.0, and the order of commitment would then be an accident of ties.
+        draw_uniform_N: fresh float64 numbers in [0, 1), one per candidate.
+    """
+
+    tokens_N: Tensor
+    probabilities_NV: Tensor
+    draw_uniform_N: Callable[[], Tensor]
+
+    def chosen_probability(self) -> Tensor:
+        """Float32 [N], the model's probability of each chosen token."""
+        return self.probabilities_NV.gather(1, self.tokens_N[:, None]).squeeze(1)
+
+
+RemaskingPolicy = Callable[[Predictions], Tensor]
+REMASKING_POLICIES: dict[str, RemaskingPolicy] = {}
+
+
+def register_remasking(name: str) -> Callable[[RemaskingPolicy], RemaskingPolicy]:
+    """Decorator that makes a policy known as ``SamplerConfig(remasking=name)``."""
+
+    def register(policy: RemaskingPolicy) -> RemaskingPolicy:
+        REMASKING_POLICIES[name] = policy
+        return policy
+
+    return register
+
+
+@register_remasking("confidence")
+def confidence(predictions: Predictions) -> Tensor:
+    """Probability of the chosen token, in [0, 1] (Chang et al. 2022, MaskGIT; Nie et al. 2025, LLaDA)."""
+    return predictions.chosen_probability()
+
+
+@register_remasking("margin")
+def margin(predictions: Predictions) -> Tensor:
+    """Probability of the best token minus that of the second, in [0, 1] (Kim et al. 2025, top-k margin)."""
+    best_N2 = predictions.probabilities_NV.topk(2).values
+    return best_N2[:, 0] - best_N2[:, 1]
+
+
+@register_remasking("entropy")
+def entropy(predictions: Predictions) -> Tensor:
+    """Negative entropy of the distribution, in nats, in [-ln V, 0]."""
+    return -torch.special.entr(predictions.probabilities_NV).sum(dim=-1)
+
+
+@register_remasking("random")
+def random_order(predictions: Predictions) -> Tensor:
+    """Uniform numbers: the unmasking order of the reverse process itself."""
+    return predictions.draw_uniform_N()

@@ -1,0 +1,158 @@
+import pytest
+import torch
+
+from nemo_dllm.collections.diffusion.sampling import SamplerConfig, denoise
+
+M = 9
+
+
+def run(model, tokens, holes, key_mask_BT=None, row_ids=None, **fields):
+    """All steps of rows given as lists, where holes are lists of positions."""
+    canvas_BT = torch.tensor(tokens)
+    holes_BT = torch.zeros_like(canvas_BT, dtype=torch.bool)
+    for row, positions in enumerate(holes):
+        holes_BT[row, positions] = True
+    config = SamplerConfig(**fields)
+    return list(denoise(model, canvas_BT, holes_BT, M, config, key_mask_BT, row_ids))
+
+
+def commits(steps, row=0):
+    return [step.committed_BT[row].nonzero().flatten().tolist() for step in steps]
+
+
+def test_unreachable_threshold_commits_one_per_pass(table_model):
+    model = table_model({i: {i: 0.9} for i in range(8)})
+    steps = run(model, [[0] * 8], [list(range(8))], threshold=1.01, max_new_tokens=8)
+    assert commits(steps) == [[i] for i in range(8)]
+    assert len(model.seen) == 8
+    assert steps[-1].tokens_BT.tolist() == [list(range(8))] and not steps[-1].holes_BT.any()
+
+
+def test_threshold_zero_is_one_pass_per_block(table_model):
+    model = table_model({})
+    assert len(run(model, [[0] * 12], [list(range(12))], threshold=0.0, block_size=4)) == 3
+    assert len(run(model, [[0] * 12], [list(range(12))], threshold=0.0)) == 1
+
+
+def test_threshold_commits_what_is_above_and_no_filler(table_model):
+    model = table_model({0: {1: 0.5}, 1: {2: 0.95}, 2: {3: 0.8}, 3: {4: 0.99}})
+    assert commits(run(model, [[0] * 4], [[0, 1, 2, 3]], threshold=0.9)) == [[1, 3], [2], [0]]
+
+
+def test_threshold_reads_probability_under_every_policy(table_model):
+    model = table_model({0: {1: 0.5}, 1: {2: 0.95}, 2: {3: 0.8}, 3: {4: 0.99}})
+    for remasking in ("margin", "entropy"):
+        steps = run(model, [[0] * 4], [[0, 1, 2, 3]], threshold=0.9, remasking=remasking)
+        assert commits(steps)[0] == [1, 3]
+
+
+def test_finished_rows_stay_as_they_are(table_model):
+    model = table_model({i: {i: 0.9} for i in range(6)})
+    steps = run(model, [[7] * 6, [8] * 6, [5] * 6], [[0], list(range(6)), []], threshold=2.0)
+    assert len(steps) == 6
+    assert all(step.tokens_BT[0].tolist() == [0, 7, 7, 7, 7, 7] for step in steps)
+    assert all(step.tokens_BT[2].tolist() == [5] * 6 for step in steps)
+    assert commits(steps, 0) == [[0], [], [], [], [], []]
+
+
+def test_later_block_waits_however_confident(table_model):
+    model = table_model({i: {i % 8: 0.3 + 0.05 * i} for i in range(12)})
+    steps = run(model, [[0] * 12], [list(range(12))], steps=12, max_new_tokens=12, block_size=4)
+    assert commits(steps) == [[3], [2], [1], [0], [7], [6], [5], [4], [11], [10], [9], [8]]
+    assert (steps[-1].tokens_BT != M).all()
+
+
+def test_partial_last_block_and_blocks_counted_from_the_first_hole(table_model):
+    model = table_model({i: {1: 0.3 + 0.05 * i} for i in range(9)})
+    steps = run(model, [[5] * 9], [[2, 3, 4, 5, 6, 7, 8]], steps=3, max_new_tokens=7, block_size=3)
+    assert commits(steps) == [[2, 3, 4], [5, 6, 7], [8]]
+
+
+def test_rows_with_different_hole_counts_follow_their_own_schedule(table_model):
+    model = table_model({i: {1: 0.9 - 0.05 * i} for i in range(10)})
+    steps = run(model, [[5] * 10, [5] * 10], [list(range(10)), [0, 1, 2, 3, 4]], steps=4, max_new_tokens=10)
+    assert [len(c) for c in commits(steps, 0)] == [2, 3, 2, 3]  # 10 / 4 and 5 / 2 are halves, rounded to even
+    assert [len(c) for c in commits(steps, 1)] == [1, 1, 2, 1]
+
+
+def test_no_hole_no_forward_pass(table_model):
+    model = table_model({})
+    assert run(model, [[1, M, 2]], [[]]) == []
+    assert model.seen == []
+
+
+def test_mask_token_in_the_given_text_is_no_hole(table_model):
+    model = table_model({i: {i: 0.9} for i in range(5)})
+    steps = run(model, [[M, 4, 0, M, 0]], [[2, 4]])
+    assert steps[-1].tokens_BT.tolist() == [[M, 4, 2, M, 4]]
+    assert model.seen[0].tolist() == [[M, 4, M, M, M]]
+
+
+def test_mask_and_suppressed_tokens_are_never_chosen(table_model):
+    table = {i: {M: 0.9, 3: 0.05, 4: 0.04} for i in range(4)}
+    for temperature in (0.0, 2.0):
+        model = table_model(table)
+        steps = run(model, [[0] * 4], [[0, 1, 2, 3]], temperature=temperature, suppress_token_ids=(3,), seed=0)
+        assert not {M, 3} & set(steps[-1].tokens_BT[0].tolist())
+    greedy = run(table_model(table), [[0] * 4], [[0, 1, 2, 3]])
+    assert greedy[-1].tokens_BT.tolist() == [[3] * 4]
+
+
+def test_forbidding_the_mask_token_renormalises_confidence(table_model):
+    # Without the mask token's 0.6 the first position is 0.3 / 0.4 = 0.75 sure, more than the second.
+    model = table_model({0: {M: 0.6, 1: 0.3}, 1: {2: 0.7}})
+    assert commits(run(model, [[0, 0]], [[0, 1]])) == [[0], [1]]
+
+
+def test_right_shift_reads_the_left_neighbour(table_model):
+    # An autoregressive stub: the logits at i put their mass on token i + 1.
+    model = table_model({i: {i + 1: 0.9} for i in range(6)})
+    shifted = run(model, [[0] * 6], [[0, 1, 2, 3, 4, 5]], right_shift=True)
+    assert shifted[-1].tokens_BT.tolist() == [[1, 1, 2, 3, 4, 5]]
+    plain = run(model, [[0] * 6], [[0, 1, 2, 3, 4, 5]])
+    assert plain[-1].tokens_BT.tolist() == [[1, 2, 3, 4, 5, 6]]
+
+
+def test_earlier_steps_are_left_alone(table_model):
+    steps = run(table_model({i: {i: 0.9 - 0.1 * i} for i in range(3)}), [[5] * 3], [[0, 1, 2]])
+    assert [step.tokens_BT.tolist() for step in steps] == [[[0, M, M]], [[0, 1, M]], [[0, 1, 2]]]
+    assert [step.holes_BT.sum().item() for step in steps] == [2, 1, 0]
+    assert [step.step for step in steps] == [1, 2, 3]
+
+
+def test_inputs_are_left_alone_and_no_graph_is_built():
+    weight = torch.zeros(1, 3, 10, requires_grad=True)
+    seen = []
+
+    def model(tokens_BT, *, key_mask_BT):
+        seen.append((torch.is_grad_enabled(), key_mask_BT))
+        return weight * 2
+
+    canvas_BT, holes_BT = torch.tensor([[1, 2, 3]]), torch.tensor([[False, True, True]])
+    key_mask_BT = torch.ones_like(holes_BT)
+    list(denoise(model, canvas_BT, holes_BT, M, SamplerConfig(steps=1), key_mask_BT))
+    assert canvas_BT.tolist() == [[1, 2, 3]] and holes_BT.tolist() == [[False, True, True]]
+    assert seen == [(False, key_mask_BT)]
+    assert torch.is_grad_enabled()
+
+
+def test_alpha_sets_the_pace(table_model):
+    holes = [list(range(16))]
+    linear = run(table_model({}), [[0] * 16], holes, steps=4)
+    late = run(table_model({}), [[0] * 16], holes, steps=4, alpha=lambda t: (1 - t) ** 2)
+    assert [len(c) for c in commits(linear)] == [4, 4, 4, 4]
+    # Masked shares 1, 15/16, 12/16, 7/16, 0.
+    assert [len(c) for c in commits(late)] == [1, 3, 5, 7]
+
+
+@pytest.mark.parametrize(
+    "holes_BT, row_ids, message",
+    [
+        (torch.zeros(1, 3), None, r"holes_BT is torch.float32 \[1, 3\] .* holes_BT as bool"),
+        (torch.zeros(1, 4, dtype=torch.bool), None, r"holes_BT is torch.bool \[1, 4\] for canvas_BT of shape \[1, 3\]"),
+        (torch.zeros(1, 3, dtype=torch.bool), [0, 1], "row_ids has 2 entries for 1 rows; give one per row"),
+    ],
+)
+def test_bad_arguments_raise_before_the_first_step(table_model, holes_BT, row_ids, message):
+    with pytest.raises(ValueError, match=message):
+        denoise(table_model({}), torch.zeros(1, 3, dtype=torch.int64), holes_BT, M, SamplerConfig(), row_ids=row_ids)
