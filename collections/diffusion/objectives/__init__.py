@@ -1,0 +1,35 @@
+"""Diffusion objectives in plain torch: schedules, noise, corruption and loss."""
+
+from nemo_dllm.collections.diffusion.objectives.masked import Corruption, LossSum, MaskedDiffusion
+from nemo_dllm.collections.diffusion.objectives.noise import permutation, uniforms
+from nemo_dllm.collections.diffusion.objectives.presets import preset
+from nemo_dllm.collections.diffusion.objectives.schedules import (
+    CosineSchedule,
+    GeometricSchedule,
+    LinearSchedule,
+    PolynomialSchedule,
+    Schedule,
+    get_schedule,
+    of_time,
+    register_schedule,
+)
+from nemo_dllm.collections.diffusion.objectives.times import training_times, validation_times
+
+__all__ = [
+    "Corruption",
+    "CosineSchedule",
+    "GeometricSchedule",
+    "LinearSchedule",
+    "LossSum",
+    "MaskedDiffusion",
+    "PolynomialSchedule",
+    "Schedule",
+    "get_schedule",
+    "of_time",
+    "permutation",
+    "preset",
+    "register_schedule",
+    "training_times",
+    "uniforms",
+    "validation_times",
+]
