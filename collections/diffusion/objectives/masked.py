@@ -49,7 +49,7 @@ def _per_token(maskable_BL: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _per_sequence(maskable_BL: Tensor) -> tuple[Tensor, Tensor]:
-    return 1 / maskable_BL.sum(dim=1, keepdim=True).clamp(min=1).float(), _rows(maskable_BL)
+    return 1 / maskable_BL.sum(dim=1, keepdim=True).clamp(min=1), _rows(maskable_BL)
 
 
 def _per_batch(maskable_BL: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,5 +207,5 @@ class MaskedDiffusion:
 
         Values at other positions do not matter. A batch with nothing maskable sums to 0, with zero gradients.
         """
-        nll_BL = nll_BL.float().masked_fill(~corruption.masked, 0.0)
+        nll_BL = nll_BL.masked_fill(~corruption.masked, 0.0)
         return LossSum((nll_BL * corruption.loss_weight).sum(), corruption.count)
