@@ -1,0 +1,160 @@
+"""Core attention modules: the fused kernels against the spelled-out form, and both against a loop.
+
+Shape letters: S positions, B samples, H query heads, G key/value heads, D head size.
+"""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_dllm.collections.diffusion.attention.core import BidirectionalAttention, EagerBidirectionalAttention
+from nemo_dllm.collections.diffusion.attention.masks import visible_keys
+
+S, B, H, D = 7, 3, 4, 8
+BACKENDS = [BidirectionalAttention, EagerBidirectionalAttention]
+KEY_MASKS = {
+    "no mask": None,
+    "right padding": torch.tensor([[1] * 7, [1] * 4 + [0] * 3, [1] + [0] * 6]).bool(),
+    "left padding": torch.tensor([[0] * 3 + [1] * 4, [1] * 7, [0] * 6 + [1]]).bool(),
+}
+
+
+def config_of(**fields):
+    return TransformerConfig(
+        **{"num_layers": 1, "hidden_size": H * D, "num_attention_heads": H, "attention_dropout": 0.0} | fields
+    )
+
+
+def attention_of(cls, layer_number=1, **fields):
+    return cls(config_of(**fields), layer_number, AttnMaskType.no_mask, "self")
+
+
+def inputs(groups, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(S, B, heads, D, generator=generator).requires_grad_() for heads in (H, groups, groups)]
+
+
+def forward_and_gradients(attention, tensors, key_mask):
+    """The context, and its gradients for an upstream gradient that differs at every entry."""
+    context_SBX = attention(*tensors, key_mask)
+    upstream = torch.randn(context_SBX.shape, generator=torch.Generator().manual_seed(1))
+    return [context_SBX, *torch.autograd.grad(context_SBX, tensors, upstream)]
+
+
+def attention_by_loops(query, key, value, key_mask, scale):
+    """One sample, head and query at a time, in float64."""
+    context_SBHD = torch.zeros(S, B, H, D, dtype=torch.float64)
+    group_size = H // key.size(2)
+    for b in range(B):
+        keys = range(S) if key_mask is None else [j for j in range(S) if key_mask[b, j]]
+        for h in range(H):
+            g = h // group_size
+            for i in range(S):
+                scores = torch.stack([query[i, b, h].double() @ key[j, b, g].double() for j in keys]) * scale
+                weights = scores.softmax(0)
+                context_SBHD[i, b, h] = sum(w * value[j, b, g].double() for w, j in zip(weights, keys, strict=True))
+    return context_SBHD.flatten(2)
+
+
+@pytest.mark.parametrize("groups", [H, 2, 1], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("mask", KEY_MASKS)
+def test_fused_kernels_equal_the_spelled_out_form_forward_and_backward(groups, mask):
+    fused = forward_and_gradients(attention_of(BidirectionalAttention), inputs(groups), KEY_MASKS[mask])
+    eager = forward_and_gradients(attention_of(EagerBidirectionalAttention), inputs(groups), KEY_MASKS[mask])
+    for name, a, b in zip(("context", "query", "key", "value"), fused, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("groups", [H, 2], ids=["MHA", "GQA"])
+@pytest.mark.parametrize("mask", KEY_MASKS)
+def test_both_equal_a_loop_over_samples_heads_and_queries(backend, groups, mask):
+    tensors = [x.detach() for x in inputs(groups)]
+    context = attention_of(backend)(*tensors, KEY_MASKS[mask])
+    expected = attention_by_loops(*tensors, KEY_MASKS[mask], scale=1 / math.sqrt(D))
+    torch.testing.assert_close(context.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_mask_or_grouping_would_be_noticed(backend):
+    """The mutated twin of the two tests above."""
+    query, key, value = (x.detach() for x in inputs(2))
+    context = attention_of(backend)(query, key, value, KEY_MASKS["right padding"])
+    for wrong in (
+        (query, key, value, None, 1 / math.sqrt(D)),
+        (query, key, value, ~KEY_MASKS["right padding"] | KEY_MASKS["left padding"], 1 / math.sqrt(D)),
+        (query, key.flip(2), value.flip(2), KEY_MASKS["right padding"], 1 / math.sqrt(D)),
+        (query, key, value, KEY_MASKS["right padding"], 1 / D),
+    ):
+        assert (context.double() - attention_by_loops(*wrong)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mask_type", [None, AttnMaskType.causal, AttnMaskType.no_mask])
+def test_the_last_position_reaches_the_first_whatever_mask_type_the_layer_names(backend, training, mask_type):
+    attention = attention_of(backend).train(training)
+    query, key, value = (x.detach() for x in inputs(2))
+    before = attention(query, key, value, None, mask_type)
+    value[-1] += 1
+    after = attention(query, key, value, None, mask_type)
+    assert ((after - before)[0].abs() > 1e-3).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_ones_mask_is_no_mask(backend):
+    tensors = [x.detach() for x in inputs(2)]
+    ones = torch.ones(B, S, dtype=torch.bool)
+    attention = attention_of(backend)
+    torch.testing.assert_close(attention(*tensors, ones), attention(*tensors, None), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hidden_key_has_no_influence_at_all(backend):
+    attention, key_mask = attention_of(backend), KEY_MASKS["right padding"]
+    query, key, value = (x.detach() for x in inputs(2))
+    before = attention(query, key, value, key_mask)
+    hidden_SB = ~key_mask.t()
+    key[hidden_SB], value[hidden_SB] = 1e4, -1e4
+    assert torch.equal(attention(query, key, value, key_mask), before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_of_pads_is_finite_forward_and_backward(backend):
+    key_mask = visible_keys(torch.tensor([[1] * 7, [0] * 7, [0] * 6 + [1]]))
+    for tensor in forward_and_gradients(attention_of(backend), inputs(2), key_mask):
+        assert tensor.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scale_follows_the_configs(backend):
+    query, key, value = (x.detach() for x in inputs(H))
+    layer_scaled = attention_of(backend, layer_number=3, apply_query_key_layer_scaling=True)
+    given = backend(config_of(), 1, AttnMaskType.no_mask, "self", softmax_scale=0.5)
+    for attention, scale in ((layer_scaled, 1 / math.sqrt(D) / 3), (given, 0.5)):
+        expected = attention_by_loops(query, key, value, None, scale)
+        torch.testing.assert_close(attention(query, key, value, None).double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bfloat16_is_near_fp32_of_the_same_inputs(backend):
+    tensors = [x.detach().bfloat16() for x in inputs(2)]
+    attention = attention_of(backend)
+    context = attention(*tensors, KEY_MASKS["left padding"])
+    assert context.dtype == torch.bfloat16
+    expected = attention(*(x.float() for x in tensors), KEY_MASKS["left padding"])
+    torch.testing.assert_close(context.float(), expected, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_context_parallelism_is_refused(backend):
+    config = config_of()
+    config.context_parallel_size = 2
+    with pytest.raises(ValueError, match=r"context_parallel_size=2 is not supported by \w+; set context_parallel_size"):
+        backend(config, 1, AttnMaskType.no_mask, "self")
