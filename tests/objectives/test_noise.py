@@ -10,7 +10,7 @@ INDEX = torch.tensor([0, 1, 7, 123_456_789_012])
 
 
 def philox_4x64_10(counter, key):
-    """Four words of Philox4x64-10, written from Salmon et al. 2011, section 3.3, in python integers."""
+    """Four words of Philox4x64-10, written from Salmon et al. 2011 in python integers."""
     x, k = list(counter), list(key)
     for _ in range(10):
         left, right = x[0] * 0xD2E7470EE14C6C93, x[2] * 0xCA5A826395121157

@@ -3,7 +3,7 @@
 t = 0 is clean text and t = 1 fully masked, so alpha falls from 1 to 0. A token is masked at time t with probability
 1 - alpha(t), and the NELBO weighs its negative log-likelihood by -alpha'(t) / (1 - alpha(t)) (Sahoo et al. 2024,
 "Simple and Effective Masked Diffusion Language Models", equation 10; Shi et al. 2024, "Simplified and Generalized
-Masked Diffusion for Discrete Data", equation 4).
+Masked Diffusion for Discrete Data").
 
 A new schedule is a class with three formulas and one call::
 

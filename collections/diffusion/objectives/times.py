@@ -18,8 +18,9 @@ def training_times(
     """Draw one time per sample: float32 [B] in [time_epsilon, 1].
 
     ``antithetic``: the ``group_size`` consecutive samples of a global batch take evenly spaced times with one common
-    random offset, in random order, which lowers the variance of the loss (Kingma et al. 2021, "Variational Diffusion
-    Models", appendix I.1). ``iid``, also called ``per_sequence``: independent times, that is groups of one sample.
+    random offset, in random order, which lowers the variance of the loss (the low-discrepancy sampler of Kingma et al.
+    2021, "Variational Diffusion Models"). ``iid``, also called ``per_sequence``: independent times, that is groups
+    of one sample.
     """
     size = look_up("time_sampling", time_sampling, TIME_SAMPLINGS) or group_size
     if size is None:
