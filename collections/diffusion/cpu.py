@@ -7,6 +7,7 @@ CUDA device exists, nothing on import, and calling it twice is the same as calli
 
 import contextlib
 import functools
+import multiprocessing
 
 import torch
 
@@ -191,6 +192,7 @@ def _rename_tensor_types() -> None:
 
 
 def _adapt_megatron() -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils
 
@@ -201,7 +203,14 @@ def _adapt_megatron() -> None:
     megatron_random.CudaRNGStatesTracker.add = _add_cpu_state
     # Present whenever Transformer Engine imports, but a CUDA kernel.
     moe_utils.te_general_gemm = None
+    filesystem_async._get_write_results_queue = _results_queue
     _all_to_all_with_integer_splits()
+
+
+@functools.cache
+def _results_queue():
+    """Megatron spawns the process behind this queue, for CUDA's sake; that imports the user's script once more."""
+    return multiprocessing.get_context("fork").Manager().Queue()
 
 
 def _add_cpu_state(self, name: str, seed: int) -> None:

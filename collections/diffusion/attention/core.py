@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .masks import bidirectional_mask
+from nemo_dllm.collections.diffusion.attention.masks import bidirectional_mask
 
 # In order of preference on a GPU; torch falls through to the next kernel that takes the inputs.
 _KERNELS = [

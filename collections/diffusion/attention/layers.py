@@ -11,8 +11,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from .core import BidirectionalAttention, EagerBidirectionalAttention
-from .norms import LOCAL_NORMS
+from nemo_dllm.collections.diffusion.attention.core import BidirectionalAttention, EagerBidirectionalAttention
+from nemo_dllm.collections.diffusion.attention.norms import LOCAL_NORMS
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "te", "eager")
 TRANSFORMER_IMPLS = ("auto", "local", "transformer_engine")
@@ -80,7 +80,7 @@ def diffusion_block_spec(
 
 def _core_attention(backend: str) -> type:
     if backend == "te":
-        from .transformer_engine import TEBidirectionalAttention
+        from nemo_dllm.collections.diffusion.attention.transformer_engine import TEBidirectionalAttention
 
         return TEBidirectionalAttention
     return {"sdpa": BidirectionalAttention, "eager": EagerBidirectionalAttention}[backend]

@@ -6,7 +6,6 @@ Every boolean mask of this project says True = may attend. Megatron and Transfor
 core-attention modules translate at their own border and nowhere else.
 """
 
-import torch
 from torch import Tensor
 
 

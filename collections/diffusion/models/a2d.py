@@ -1,6 +1,6 @@
 """Diffusion models that start from an autoregressive checkpoint."""
 
-from .model import DiffusionModel
+from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 
 
 class A2DModel(DiffusionModel):

@@ -70,9 +70,12 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
 def use_group_step_adam() -> bool:
     """Give Megatron this Adam where it would take torch's own; True if it does."""
-    from megatron.core import optimizer as megatron_optimizer
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
 
-    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
-        megatron_optimizer.Adam = GroupStepAdamW
-        megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
-    return megatron_optimizer.Adam is GroupStepAdamW
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        optimizer.Adam = distrib_optimizer.Adam = GroupStepAdamW
+        optimizer.USING_PYTORCH_OPTIMIZER = False
+        # The convention that this Adam follows: one step count in each parameter group.
+        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+    return optimizer.Adam is GroupStepAdamW

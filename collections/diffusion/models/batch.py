@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.masks import visible_keys
-from .core import Targets
+from nemo_dllm.collections.diffusion.attention.masks import visible_keys
+from nemo_dllm.collections.diffusion.models.core import Targets
 
 NUM_TIME_BUCKETS = 10
 

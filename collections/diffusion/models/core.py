@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from .head import DEFAULT_CHUNK, HeadOutput, VocabularyShard, masked_cross_entropy
+from nemo_dllm.collections.diffusion.models.head import DEFAULT_CHUNK, HeadOutput, VocabularyShard, masked_cross_entropy
 
 
 class Targets(NamedTuple):

@@ -7,8 +7,8 @@ from megatron.core import parallel_state
 from nemo.lightning.megatron_parallel import MegatronLossReduction
 from torch import Tensor
 
-from .batch import NUM_TIME_BUCKETS, DiffusionBatch
-from .core import HeadOutput
+from nemo_dllm.collections.diffusion.models.batch import NUM_TIME_BUCKETS, DiffusionBatch
+from nemo_dllm.collections.diffusion.models.core import HeadOutput
 
 # Layout of a report: sums over targets, then two sums for each time bucket.
 _SCALARS = ("loss_sum", "count", "nll_bound_sum", "maskable", "masked")
@@ -23,6 +23,11 @@ class LossTotals:
 
     def __init__(self, report: Tensor):
         self.report = report
+
+    @classmethod
+    def empty(cls, device: torch.device) -> "LossTotals":
+        """Sums over nothing."""
+        return cls(torch.zeros(len(_SCALARS) + 2 * NUM_TIME_BUCKETS, dtype=torch.float64, device=device))
 
     def __add__(self, other: "LossTotals") -> "LossTotals":
         return LossTotals(self.report + other.report)

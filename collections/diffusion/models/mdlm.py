@@ -1,6 +1,6 @@
 """Masked diffusion language models."""
 
-from .model import DiffusionModel
+from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 
 
 class MDLMModel(DiffusionModel):

@@ -4,17 +4,16 @@ from functools import partial
 
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from megatron.core import parallel_state
 from nemo.collections.llm.gpt.model.base import GPTConfig, GPTModel
 from nemo.lightning.pytorch.optim import OptimizerModule
 
-from .. import cpu
-from ..attention.layers import check_layer_choice, diffusion_block_spec
-from .adam import use_group_step_adam
-from .batch import DiffusionBatch, corrupt_batch, to_device
-from .core import DiffusionCore, HeadOutput, Targets
-from .loss import DiffusionLossReduction
-from .vocabulary import built_vocab_size, check_mask_token
+from nemo_dllm.collections.diffusion import cpu
+from nemo_dllm.collections.diffusion.attention.layers import check_layer_choice, diffusion_block_spec
+from nemo_dllm.collections.diffusion.models.adam import use_group_step_adam
+from nemo_dllm.collections.diffusion.models.batch import DiffusionBatch, corrupt_batch, to_device
+from nemo_dllm.collections.diffusion.models.core import DiffusionCore, HeadOutput, Targets
+from nemo_dllm.collections.diffusion.models.loss import DiffusionLossReduction
+from nemo_dllm.collections.diffusion.models.vocabulary import built_vocab_size, check_mask_token
 
 
 class DiffusionModel(GPTModel):
@@ -59,6 +58,7 @@ class DiffusionModel(GPTModel):
         use_group_step_adam()
         logical, built = built_vocab_size(config, self.tokenizer)
         check_mask_token(self.objective, self.tokenizer, logical)
+        self.logical_vocab_size = logical
         config.transformer_layer_spec = partial(
             diffusion_block_spec,
             transformer_impl=self.transformer_impl,
@@ -72,9 +72,8 @@ class DiffusionModel(GPTModel):
 
     def setup(self, stage: str) -> None:
         """Learn the global batch size, over which times are stratified."""
-        sampler = getattr(self.trainer.strategy, "data_sampler", None)
-        if self.objective.group_size is None and sampler is not None:
-            self.objective.group_size = sampler.global_batch_size
+        if self.objective.group_size is None:
+            self.objective.group_size = self.trainer.datamodule.global_batch_size
 
     def forward(self, input_ids, position_ids=None, attention_mask=None, targets: Targets | None = None):
         """See :meth:`DiffusionCore.forward`."""

@@ -1,0 +1,1 @@
+"""What runs beside the training loop: metrics, progress, and which checkpoint a run goes on from."""

@@ -1,0 +1,114 @@
+"""Which checkpoint a run goes on from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo.lightning import AutoResume, io
+from nemo.lightning.pytorch.callbacks import ModelCheckpoint
+from nemo.utils import AppState, logging
+
+# Fields of a NeMo config that decide the shapes of the weights.
+_SHAPE_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "vocab_size",
+    "share_embeddings_and_output_weights",
+    "qk_layernorm",
+    "add_qkv_bias",
+)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint folder was written to its end."""
+    weights = checkpoint / "weights"
+    written = all((weights / name).is_file() for name in (".metadata", "metadata.json", "common.pt"))
+    return written and not ModelCheckpoint.is_checkpoint_unfinished(checkpoint)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint in ``folder`` that was written last; incomplete ones are passed over with a message."""
+    candidates = [path for path in folder.glob("*") if path.is_dir()]
+    complete = [path for path in candidates if is_complete(path)]
+    for path in set(candidates) - set(complete):
+        logging.warning(f"{path} was not written to its end; it is not used")
+    return max(complete, key=lambda path: (path / "weights" / ".metadata").stat().st_mtime_ns, default=None)
+
+
+def check_same_model(checkpoint: Path, config) -> None:
+    """Check that a checkpoint's weights fit a model, before anything is loaded.
+
+    Args:
+        checkpoint: folder of a NeMo checkpoint.
+        config: the model's ``GPTConfig``.
+
+    Raises:
+        FileNotFoundError: where the folder holds no NeMo checkpoint.
+        ValueError: where the checkpoint is another model's; names the fields that differ.
+    """
+    context = checkpoint / "context"
+    if not (context / "io.json").is_file():
+        raise FileNotFoundError(
+            f"{checkpoint} holds no NeMo checkpoint (no context/io.json); "
+            "name the folder that contains `context` and `weights`"
+        )
+    saved = io.load_context(context, subpath="model.config")
+    differences = [
+        f"{field}={getattr(saved, field)} there, {getattr(config, field)} here"
+        for field in _SHAPE_FIELDS
+        if hasattr(saved, field) and hasattr(config, field) and getattr(saved, field) != getattr(config, field)
+    ]
+    if differences:
+        raise ValueError(
+            f"the checkpoint {checkpoint} is another model's: {'; '.join(differences)}. "
+            "Choose another run name or log folder, or the recipe that wrote it"
+        )
+
+
+@dataclass(kw_only=True)
+class ResumeLatest(AutoResume):
+    """NeMo's ``AutoResume`` that goes on from the latest complete checkpoint of the run.
+
+    A checkpoint cut short by a kill is passed over, whatever its name; the one before it is used. A checkpoint of
+    another model is refused with the fields that differ. Fields: see ``AutoResume``; an explicit ``resume_from_path``
+    wins over what is found, and what is found wins over the start weights of ``restore_config``.
+    """
+
+    resume_if_exists: bool = True
+    resume_ignore_no_checkpoint: bool = True
+
+    def setup(self, trainer, model=None) -> None:
+        """Point the trainer at the checkpoint to go on from.
+
+        Raises:
+            FileNotFoundError: where ``resume_from_path`` or ``restore_config.path`` does not exist.
+            ValueError: where the checkpoint is another model's.
+        """
+        for field, path in (
+            ("resume.resume_from_path", self.resume_from_path),
+            ("resume.restore_config.path", getattr(self.restore_config, "path", None)),
+        ):
+            if path and "://" not in str(path) and not Path(path).exists():
+                raise FileNotFoundError(f"{field}={path} does not exist; name a checkpoint folder or leave it out")
+        found = self.resume_from_path or (self._find_trainer_ckpt_path() if self.resume_if_exists else None)
+        if found and model is not None:
+            check_same_model(Path(found), model.config)
+            logging.info(f"Going on from {found}")
+        super().setup(trainer, model)
+
+    def _find_trainer_ckpt_path(self) -> Path | None:
+        log_dir = AppState().log_dir
+        folder = self.resume_from_directory or (log_dir and Path(log_dir) / "checkpoints")
+        if not folder:
+            return None
+        found = latest_checkpoint(Path(folder))
+        if found is None and not self.resume_ignore_no_checkpoint:
+            raise FileNotFoundError(
+                f"there is no complete checkpoint in {folder}; resume.resume_ignore_no_checkpoint=True starts anew"
+            )
+        return found

@@ -1,0 +1,207 @@
+"""The one place where a recipe is put together."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import nemo_run as run
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from nemo import lightning as nl
+from nemo.lightning.pytorch.optim import CosineAnnealingScheduler, MegatronOptimizerModule
+
+from nemo_dllm.collections.diffusion.training.metrics import DiffusionMetrics
+from nemo_dllm.collections.diffusion.training.progress import RunProgress
+from nemo_dllm.collections.diffusion.training.resume import ResumeLatest
+
+_HALF = {"autocast_enabled": False, "grad_reduce_in_fp32": True}
+PRECISIONS = {
+    "fp32": {"precision": "32", "params_dtype": torch.float32, "pipeline_dtype": torch.float32},
+    "bf16": {"precision": "bf16-mixed", "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, **_HALF},
+    "fp16": {"precision": "16-mixed", "params_dtype": torch.float16, "pipeline_dtype": torch.float16, **_HALF},
+    "fp8": {
+        "precision": "bf16-mixed",
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "fp8": "hybrid",
+        "fp8_recipe": "tensorwise",
+        **_HALF,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a model runs: sizes are numbers of GPUs unless they say otherwise."""
+
+    num_nodes: int = 1
+    gpus_per_node: int = 8
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how fast a model learns."""
+
+    max_steps: int
+    """Optimizer steps."""
+    learning_rate: float
+    """At the end of the warm-up; it then falls to a tenth along a cosine."""
+    warmup_steps: int
+    validation_interval: int
+    """Optimizer steps from one validation, and one checkpoint, to the next."""
+    log_interval: int = 10
+    """Optimizer steps from one line of metrics to the next."""
+    weight_decay: float = 0.1
+
+
+def diffusion_recipe(
+    task: Callable,
+    *,
+    model: run.Config,
+    data: run.Config,
+    schedule: Schedule,
+    name: str,
+    layout: Layout = Layout(),
+    precision: str = "bf16",
+    dir: str | None = None,
+) -> run.Partial:
+    """Put a complete recipe together: trainer, strategy, data, optimizer, log and resume.
+
+    Args:
+        task: ``pretrain`` or ``finetune`` of ``nemo_dllm.recipes.tasks``.
+        model: configuration of a diffusion model class.
+        data: configuration of a data module.
+        schedule: length and pace.
+        name: of the run; names its folder.
+        layout: GPUs and how the model is spread over them.
+        precision: ``bf16``, ``fp16``, ``fp32`` or ``fp8`` (needs Transformer Engine).
+        dir: folder of the run's folder; None is ``nemo_experiments`` in the current one.
+
+    Returns:
+        The recipe; edit any field before it runs.
+
+    Raises:
+        ValueError: for an unknown precision.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is unknown; choose from {', '.join(PRECISIONS)}")
+    return run.Partial(
+        task,
+        model=model,
+        trainer=_trainer(layout, schedule, precision),
+        data=data,
+        log=_log(name, dir),
+        optim=_optimizer(schedule, precision),
+        resume=run.Config(ResumeLatest),
+    )
+
+
+def _trainer(layout: Layout, schedule: Schedule, precision: str) -> run.Config:
+    strategy = run.Config(
+        nl.MegatronStrategy,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        pipeline_dtype=PRECISIONS[precision]["pipeline_dtype"],
+        context_parallel_size=layout.context,
+        sequence_parallel=layout.tensor > 1,
+        ckpt_async_save=False,
+        replace_progress_bar=False,
+        ddp=run.Config(
+            DistributedDataParallelConfig,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=layout.num_nodes * layout.gpus_per_node > 1,
+            overlap_param_gather=layout.num_nodes * layout.gpus_per_node > 1,
+            check_for_nan_in_grad=False,
+        ),
+    )
+    return run.Config(
+        nl.Trainer,
+        accelerator="auto",
+        num_nodes=layout.num_nodes,
+        devices=layout.gpus_per_node,
+        strategy=strategy,
+        plugins=run.Config(nl.MegatronMixedPrecision, **PRECISIONS[precision]),
+        callbacks=[run.Config(DiffusionMetrics), run.Config(RunProgress)],
+        max_steps=schedule.max_steps,
+        val_check_interval=schedule.validation_interval,
+        check_val_every_n_epoch=None,
+        limit_val_batches=1.0,
+        num_sanity_val_steps=0,
+        log_every_n_steps=schedule.log_interval,
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+    )
+
+
+def _optimizer(schedule: Schedule, precision: str) -> run.Config:
+    return run.Config(
+        MegatronOptimizerModule,
+        config=run.Config(
+            OptimizerConfig,
+            optimizer="adam",
+            lr=schedule.learning_rate,
+            weight_decay=schedule.weight_decay,
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            adam_eps=1e-8,
+            clip_grad=1.0,
+            bf16=PRECISIONS[precision]["precision"] == "bf16-mixed",
+            fp16=precision == "fp16",
+            use_distributed_optimizer=True,
+        ),
+        lr_scheduler=run.Config(
+            CosineAnnealingScheduler,
+            warmup_steps=schedule.warmup_steps,
+            constant_steps=0,
+            min_lr=schedule.learning_rate / 10,
+        ),
+    )
+
+
+def _log(name: str, dir: str | None) -> run.Config:
+    return run.Config(
+        nl.NeMoLogger,
+        # Saves after each validation: the best one by its loss, and the last.
+        name=name,
+        log_dir=dir,
+        use_datetime_version=False,
+        ckpt=run.Config(
+            nl.ModelCheckpoint,
+            monitor="val_loss",
+            mode="min",
+            save_top_k=1,
+            save_last=True,
+            save_optim_on_train_end=True,
+        ),
+        tensorboard=run.Config(TensorBoardLogger, save_dir=name, name="tensorboard"),
+    )
+
+
+def register(recipe: Callable[..., run.Partial], *, target: Callable, name: str, **fixed: object) -> None:
+    """Offer a recipe to the ``nemo`` command.
+
+    Args:
+        recipe: function that returns a recipe.
+        target: the command: ``nemo.collections.llm.pretrain`` or ``finetune``.
+        name: what ``--factory`` calls it; also the default name of its runs.
+        fixed: arguments of ``recipe`` that the name stands for.
+    """
+    signature = inspect.signature(recipe)
+    open_parameters = [
+        parameter.replace(default=name) if key == "name" else parameter
+        for key, parameter in signature.parameters.items()
+        if key not in fixed
+    ]
+
+    def factory(**arguments):
+        return recipe(**fixed, **{"name": name, **arguments})
+
+    factory.__name__ = factory.__qualname__ = name
+    factory.__doc__ = recipe.__doc__
+    factory.__signature__ = signature.replace(parameters=open_parameters)
+    run.cli.factory(target=target, name=name)(factory)

@@ -1,0 +1,79 @@
+"""The tasks that recipes run: NeMo's, after a check of the settings that belong to several objects at once."""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+from nemo import lightning as nl
+from nemo.collections import llm
+from nemo.lightning.pytorch.callbacks import PEFT
+from nemo.lightning.pytorch.optim import OptimizerModule
+
+from nemo_dllm.collections.diffusion.attention.layers import have_transformer_engine
+from nemo_dllm.collections.diffusion.data.batch_sizes import check_batch_sizes
+from nemo_dllm.collections.diffusion.models.model import DiffusionModel
+
+
+def pretrain(
+    model: DiffusionModel,
+    data: pl.LightningDataModule,
+    trainer: nl.Trainer,
+    log: nl.NeMoLogger | None = None,
+    resume: nl.AutoResume | None = None,
+    optim: OptimizerModule | None = None,
+) -> Path:
+    """Pretrain a diffusion model; arguments and result as ``nemo.collections.llm.pretrain``.
+
+    Raises:
+        ValueError: where model, data and trainer do not fit together; names the fields, before anything is built.
+    """
+    check_settings(model, data, trainer)
+    return llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
+
+
+def finetune(
+    model: DiffusionModel,
+    data: pl.LightningDataModule,
+    trainer: nl.Trainer,
+    log: nl.NeMoLogger | None = None,
+    resume: nl.AutoResume | None = None,
+    optim: OptimizerModule | None = None,
+    peft: PEFT | None = None,
+) -> Path:
+    """Fine-tune a diffusion model; arguments and result as ``nemo.collections.llm.finetune``.
+
+    Raises:
+        ValueError: as :func:`pretrain`.
+    """
+    check_settings(model, data, trainer)
+    return llm.finetune(
+        model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim, peft=peft, tokenizer="data"
+    )
+
+
+def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer: nl.Trainer) -> None:
+    """Check what no object can check alone.
+
+    Raises:
+        ValueError: names fields, values and a fix.
+    """
+    strategy, config = trainer.strategy, model.config
+    model_size = (
+        strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size * strategy.context_parallel_size
+    )
+    world_size = trainer.num_devices * trainer.num_nodes
+    if world_size % model_size:
+        raise ValueError(
+            f"trainer.devices x trainer.num_nodes = {trainer.num_devices} x {trainer.num_nodes} = {world_size} is not "
+            f"divisible by tensor x pipeline x context parallel size = {strategy.tensor_model_parallel_size} x "
+            f"{strategy.pipeline_model_parallel_size} x {strategy.context_parallel_size} = {model_size}; change "
+            "trainer.devices or the sizes of trainer.strategy"
+        )
+    check_batch_sizes(data.global_batch_size, data.micro_batch_size, world_size // model_size)
+    max_positions = getattr(config, "max_position_embeddings", None)
+    if max_positions is not None and data.seq_length > max_positions:
+        raise ValueError(
+            f"data.seq_length={data.seq_length} is longer than the model's positions, "
+            f"model.config.max_position_embeddings={max_positions}; choose a shorter sequence"
+        )
+    if getattr(trainer.precision_plugin.dtype_config, "fp8", None) and not have_transformer_engine():
+        raise ValueError("precision fp8 needs Transformer Engine, which is not installed; install the extra `te`")
