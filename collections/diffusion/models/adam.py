@@ -12,6 +12,9 @@ from torch.optim.adam import adam
 class GroupStepAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter, 2019) through torch's fused kernel, with one step count per parameter group.
 
+    A parameter without a gradient stands still for that step, while the count of its group goes on as long as another
+    parameter of the group has one; torch's AdamW would stop its count. The fused Adam of apex does the same.
+
     Args:
         params: parameters or parameter groups, fp32.
         lr: learning rate.
