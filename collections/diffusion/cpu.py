@@ -79,9 +79,6 @@ def enable_cpu_runtime() -> bool:
     if torch.cuda.is_available():
         return False
     if not _enabled:
-        # Before torch is touched: importing Megatron loads torch's compiler, which indexes torch's functions.
-        import megatron.core.models.gpt.gpt_model  # noqa: F401
-
         _replace_cuda_module_functions()
         _read_cuda_device_arguments_as_cpu()
         _rename_tensor_types()
@@ -115,25 +112,23 @@ def prepare_model_build(config) -> None:
 
 
 def _replace_cuda_module_functions() -> None:
-    def nothing(*args, **kwargs) -> None:
-        pass
-
-    def null_stream(*args, **kwargs) -> _NullStream:
-        return _NullStream()
+    # A new function for each name: torch's compiler keys its rules by object and refuses one object under two rules.
+    def returning(make_value):
+        return lambda *args, **kwargs: make_value()
 
     for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed"):
-        setattr(torch.cuda, name, nothing)
+        setattr(torch.cuda, name, returning(lambda: None))
     for name in ("Stream", "Event"):
         setattr(torch.cuda, name, _NullStream)
     for name in ("current_stream", "default_stream", "stream"):
-        setattr(torch.cuda, name, null_stream)
+        setattr(torch.cuda, name, returning(_NullStream))
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(torch.cuda, name, lambda *args, **kwargs: 0)
-    torch.cuda.current_device = lambda: _CPU
-    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+        setattr(torch.cuda, name, returning(lambda: 0))
+    torch.cuda.current_device = returning(lambda: _CPU)
+    torch.cuda.get_rng_state = returning(torch.get_rng_state)
     torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    torch.cuda.nvtx.range_push = nothing
-    torch.cuda.nvtx.range_pop = nothing
+    torch.cuda.nvtx.range_push = returning(lambda: None)
+    torch.cuda.nvtx.range_pop = returning(lambda: None)
 
 
 def _cpu_device(device):
