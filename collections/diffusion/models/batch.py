@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.attention.masks import visible_keys
 from nemo_dllm.collections.diffusion.models.core import Targets
 
 NUM_TIME_BUCKETS = 10
@@ -45,8 +44,8 @@ def corrupt_batch(batch: dict, objective, *, validation: bool) -> DiffusionBatch
     noised = objective.corrupt(tokens_BL, batch["loss_mask"], batch["sample_index"], validation=validation)
     sample_N, position_N = noised.masked.nonzero(as_tuple=True)
     key_mask = batch.get("key_mask")
-    if key_mask is not None:
-        key_mask = None if bool(key_mask.all()) else visible_keys(key_mask)
+    if key_mask is not None and bool(key_mask.all()):
+        key_mask = None
     bucket_B = (noised.time * NUM_TIME_BUCKETS).ceil().long().sub(1).clamp(0, NUM_TIME_BUCKETS - 1)
     return DiffusionBatch(
         input_ids=noised.tokens,

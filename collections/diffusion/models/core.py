@@ -14,7 +14,10 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from nemo_dllm.collections.diffusion.attention.masks import visible_keys
 from nemo_dllm.collections.diffusion.models.head import DEFAULT_CHUNK, HeadOutput, VocabularyShard, masked_cross_entropy
+
+POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
 
 
 class Targets(NamedTuple):
@@ -44,7 +47,15 @@ class DiffusionCore(MegatronGPTModel):
         Args:
             model: the model; its parameters are kept.
             logical_vocab_size: number of tokens; rows beyond are padding that never takes probability.
+
+        Raises:
+            ValueError: for position embeddings that the core cannot compute.
         """
+        if model.position_embedding_type not in POSITION_EMBEDDINGS:
+            raise ValueError(
+                f"position_embedding_type={model.position_embedding_type!r} is not supported; "
+                f"choose from {', '.join(POSITION_EMBEDDINGS)}"
+            )
         model.__class__ = cls
         model.logical_vocab_size = logical_vocab_size
         return model
@@ -61,16 +72,17 @@ class DiffusionCore(MegatronGPTModel):
         Args:
             input_ids: int64 [B, S].
             position_ids: int64 [S] (shared by all samples) or [B, S]; None counts 0..S-1.
-            attention_mask: bool key mask [B, S], True = real token; None = no padding.
+            attention_mask: key mask [B, S], bool or integers of 0 and 1, True = real token; None = no padding.
             targets: positions to score; None asks for logits.
 
         Returns:
             Hidden states [S, B, H] on every stage but the last. There :class:`HeadOutput` for ``targets``, else
             logits [B, S, logical vocabulary] (all vocabulary shards gathered).
         """
-        decoder_input = self.embedding(input_ids, position_ids) if self.pre_process else None
+        if attention_mask is not None:
+            attention_mask = visible_keys(attention_mask)
         hidden_SBH = self.decoder(
-            hidden_states=decoder_input,
+            hidden_states=self._embed(input_ids, position_ids) if self.pre_process else None,
             attention_mask=attention_mask,
             rotary_pos_emb=self._rotary_table(input_ids.size(1), position_ids),
         )
@@ -79,6 +91,11 @@ class DiffusionCore(MegatronGPTModel):
         if targets is None:
             return self._logits(hidden_SBH)
         return self._score(hidden_SBH, targets)
+
+    def _embed(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+        if position_ids is None and self.position_embedding_type == "learned_absolute":
+            position_ids = torch.arange(input_ids.size(1), device=input_ids.device)
+        return self.embedding(input_ids, position_ids)
 
     def _rotary_table(self, length: int, position_ids: Tensor | None) -> Tensor | None:
         """Rotary angles [S, 1 or B, 1, D]. Megatron's own table counts 0..S-1 whatever the positions are."""
