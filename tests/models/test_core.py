@@ -213,18 +213,9 @@ def test_without_positions_order_does_not_matter(build_model):
 
 def test_other_position_embeddings_are_refused_when_the_model_is_built(build_model):
     with pytest.raises(
-        ValueError, match=r"position_embedding_type='yarn' is not supported; choose from rope, learned_"
+        ValueError, match=r"position_embedding_type='mrope' is not supported; choose from rope, learned"
     ):
-        build_model(
-            position_embedding_type="yarn",
-            yarn_rotary_scaling_factor=2.0,
-            yarn_original_max_position_embeddings=12,
-            yarn_beta_fast=32.0,
-            yarn_beta_slow=1.0,
-            yarn_mscale=1.0,
-            yarn_mscale_all_dim=0.0,
-            yarn_correction_range_round_to_int=True,
-        )
+        build_model(position_embedding_type="mrope", mrope_section=[2, 3, 3])
 
 
 def target_rows(tokens_BS):
@@ -271,6 +262,6 @@ def test_rows_count_positions_first(model_of):
     places, targets = target_rows(tokens_BS)
     right = model(tokens_BS, targets=targets)
     wrong = model(tokens_BS, targets=targets._replace(row_N=places[:, 0] * 12 + places[:, 1]))
-    # (0, 0) is row 0 either way.
-    assert (right.nll_N - wrong.nll_N)[[0, 2, 3, 4]].abs().min() > 1e-3
-    assert right.nll_N[1] == wrong.nll_N[1]
+    # The first and the last row are the same either way.
+    assert (right.nll_N - wrong.nll_N)[[0, 3, 4]].abs().min() > 1e-3
+    assert torch.equal(right.nll_N[[1, 2]], wrong.nll_N[[1, 2]])
