@@ -1,0 +1,78 @@
+"""NeMo's configuration of a Hugging Face checkpoint, and the config.json of a trained diffusion model."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .checkpoint_files import HFCheckpoint
+from .config_table import both_rope_spellings, dtype_name
+from .facts import RIGHT_SHIFT_FIELD, CheckpointFacts, weights_dtype
+from .families import family_of, find_family
+
+
+class Origin(NamedTuple):
+    """The checkpoint that training started from."""
+
+    config: dict[str, Any]
+    """Its config.json."""
+    facts: CheckpointFacts
+    """Its facts, as read at import."""
+
+
+def hf_to_nemo_config(hf_path: str | Path):
+    """The NeMo ``GPTConfig`` that describes a Hugging Face checkpoint: sizes, rotary embedding, tying and dtype.
+
+    ``params_dtype``, ``bf16`` and ``fp16`` follow the checkpoint's dtype.
+
+    Raises:
+        FileNotFoundError, ValueError: see :class:`HFCheckpoint`.
+        ValueError: for an unknown family, and values of config.json that are absent or not supported.
+    """
+    checkpoint = HFCheckpoint(hf_path)
+    family = find_family(checkpoint.config)
+    dtype = weights_dtype(checkpoint)
+    return family.nemo_config()(
+        **family.config.to_nemo(checkpoint.config),
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+    )
+
+
+def diffusion_hf_config(
+    nemo_config, objective, *, vocab_size: int, dtype: torch.dtype, origin: Origin | None = None
+) -> dict[str, Any]:
+    """The config.json of a diffusion model.
+
+    Based on the checkpoint that training started from, it is that config.json, changed only where the model differs;
+    equal if nothing does. An autoregressive origin becomes the family's diffusion class.
+
+    Args:
+        nemo_config: the model's configuration.
+        objective: the model's objective: ``mask_token_id`` and ``right_shift``, and ``block_size`` where it has one.
+        vocab_size: tokens: rows of the exported tables.
+        dtype: of the exported tensors.
+        origin: the checkpoint that training started from; None for a model trained from scratch.
+    """
+    family = family_of(nemo_config)
+    hf = family.config.to_hf(nemo_config) if origin is None else family.config.update(origin.config, nemo_config)
+    hf["vocab_size"] = vocab_size
+    if origin is None or origin.facts.dtype != dtype_name(dtype):
+        hf["dtype" if "dtype" in hf else "torch_dtype"] = dtype_name(dtype)
+    told = {"mask_token_id": objective.mask_token_id, RIGHT_SHIFT_FIELD: objective.right_shift}
+    if hasattr(objective, "block_size"):
+        told["block_size"] = objective.block_size
+    if origin is None or origin.facts.attention == "causal":
+        target = family.diffusion_class
+        hf = both_rope_spellings(hf) | {"model_type": target.model_type, "architectures": [target.architecture]}
+        # It names the classes of the origin.
+        hf.pop("auto_map", None)
+        return hf | told
+    # What the origin's reader finds without a field needs none.
+    found = {
+        "mask_token_id": origin.facts.mask_token_id,
+        RIGHT_SHIFT_FIELD: origin.facts.right_shift,
+        "block_size": origin.facts.block_size,
+    }
+    return hf | {name: value for name, value in told.items() if value != found[name]}

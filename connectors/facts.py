@@ -1,0 +1,80 @@
+"""What a checkpoint is beyond its sizes: mask token, logit shift, attention, block size, dtype, origin."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .checkpoint_files import HFCheckpoint
+from .config_table import dtype_name, hf_dtype
+from .families import find_family
+from .mask_token import find_mask_token, load_hf_tokenizer
+
+# config.json has no established name for the shift; this is how dllm's trainers call it.
+RIGHT_SHIFT_FIELD = "right_shift_logits"
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """Facts of a Hugging Face checkpoint, as :func:`read_facts` finds them. All are JSON values.
+
+    Args:
+        family: name of the family.
+        source: folder that was read.
+        dtype: of the weights, as config.json spells it.
+        attention: ``causal``, ``bidirectional`` or ``block_causal``: how its own class attends.
+        right_shift: whether the logits at position i - 1 predict token i, read as a diffusion model.
+        block_size: tokens per block, where config.json names it.
+        mask_token_id: from config.json, the tokenizer, or the family's mask token added to the tokenizer; None where
+            there is none or it would not fit the vocabulary.
+    """
+
+    family: str
+    source: str
+    dtype: str
+    attention: str
+    right_shift: bool
+    block_size: int | None
+    mask_token_id: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts as a dict of JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> "CheckpointFacts":
+        """The inverse of :meth:`to_json`."""
+        return cls(**facts)
+
+
+def read_facts(hf_path: str | Path) -> CheckpointFacts:
+    """Read the facts of a Hugging Face checkpoint folder.
+
+    Raises:
+        FileNotFoundError, ValueError: see :class:`HFCheckpoint`.
+        ValueError: for an unknown family, or a mask token that is another special token too.
+    """
+    checkpoint = HFCheckpoint(hf_path)
+    hf = checkpoint.config
+    family = find_family(hf)
+    return CheckpointFacts(
+        family=family.name,
+        source=str(checkpoint.path),
+        dtype=dtype_name(weights_dtype(checkpoint)),
+        attention=family.hf_class(hf).attention,
+        right_shift=hf.get(RIGHT_SHIFT_FIELD, family.right_shift),
+        block_size=hf.get("block_size"),
+        mask_token_id=find_mask_token(load_hf_tokenizer(checkpoint.path), hf, family).id,
+    )
+
+
+def weights_dtype(checkpoint: HFCheckpoint) -> torch.dtype:
+    """The dtype that config.json names, or else that of the weights."""
+    named = hf_dtype(checkpoint.config)
+    if named is not None:
+        return named
+    smallest = min(checkpoint.shapes, key=lambda name: math.prod(checkpoint.shapes[name]))
+    return checkpoint.tensor(smallest).dtype

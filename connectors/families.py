@@ -1,0 +1,44 @@
+"""The families that the connectors know. A new one is a file beside this one and an entry here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .family import Family
+from .qwen3 import QWEN3
+
+FAMILIES: list[Family] = [QWEN3]
+
+
+def find_family(hf_config: Mapping[str, Any]) -> Family:
+    """The family of a config.json, by its ``model_type``; where several publish that one, ``architectures`` decides.
+
+    Raises:
+        ValueError: where no family, or more than one, has them; lists those known.
+    """
+    model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures") or ()
+    found = [family for family in FAMILIES if any(c.model_type == model_type for c in family.hf_classes)]
+    if len(found) > 1:
+        found = [family for family in found if any(c.architecture in architectures for c in family.hf_classes)]
+    if len(found) != 1:
+        known = ", ".join(f"{c.model_type} ({c.architecture})" for family in FAMILIES for c in family.hf_classes)
+        raise ValueError(
+            f"model_type={model_type!r} with architectures={list(architectures)} belongs to no known family; "
+            f"known: {known}"
+        )
+    return found[0]
+
+
+def family_of(nemo_config) -> Family:
+    """The family of a NeMo configuration, by its class or the nearest known ancestor of it.
+
+    Raises:
+        ValueError: where no family has its class, listing those known.
+    """
+    families = {family.nemo_config(): family for family in FAMILIES}
+    for ancestor in type(nemo_config).__mro__:
+        if ancestor in families:
+            return families[ancestor]
+    raise ValueError(
+        f"no family has the configuration {type(nemo_config).__name__}; "
+        f"known: {', '.join(f'{cls.__name__} ({family.name})' for cls, family in families.items())}"
+    )

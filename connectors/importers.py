@@ -1,0 +1,56 @@
+"""NeMo's own import and export for diffusion models. Importing this file registers them.
+
+``llm.import_ckpt(model, source="hf://PATH", output_path=...)`` and ``llm.export_ckpt(path, target="hf",
+output_path=...)`` then know every class in ``MODEL_CLASSES``.
+"""
+
+from pathlib import Path
+
+from nemo.lightning import io
+
+from ..collections.diffusion.models.a2d import A2DModel
+from ..collections.diffusion.models.mdlm import MDLMModel
+from ..collections.diffusion.models.model import DiffusionModel
+from .checkpoint_files import DEFAULT_SHARD_SIZE
+from .nemo_checkpoint import adopt_import, export_hf_checkpoint, import_hf_checkpoint
+
+MODEL_CLASSES = (MDLMModel, A2DModel)
+
+
+class HFImporter(io.ModelConnector):
+    """Reads a Hugging Face checkpoint folder of any known family; the path is the folder.
+
+    NeMo calls the importer before it shows it the model, whose class and objective the checkpoint takes. So the call
+    notes where to write, and :meth:`on_import_ckpt`, which follows at once, does the work.
+    """
+
+    def __call__(self, output_path: Path | None = None, overwrite: bool = False) -> Path:
+        """Note where to write; returns that path (NeMo's model cache where None)."""
+        self._output_path = Path(output_path or self.local_path())
+        self._overwrite = overwrite
+        return self._output_path
+
+    def on_import_ckpt(self, model: DiffusionModel) -> None:
+        """Import, unless that was done before, and give ``model`` the tokenizer and the mask token."""
+        if self._output_path.exists() and not self._overwrite:
+            adopt_import(model, self._output_path)
+        else:
+            import_hf_checkpoint(model, Path(self), self._output_path, overwrite=self._overwrite)
+
+
+class HFExporter(io.ModelConnector):
+    """Writes the NeMo checkpoint at its path as a Hugging Face checkpoint folder."""
+
+    def __call__(self, output_path: Path, overwrite: bool = False, max_shard_size: int = DEFAULT_SHARD_SIZE) -> Path:
+        """See :func:`export_hf_checkpoint`."""
+        return export_hf_checkpoint(Path(self), output_path, max_shard_size=max_shard_size, overwrite=overwrite)
+
+    def nemo_load(self, path: Path, trainer=None, cpu: bool = True):
+        """Always a ``RuntimeError``: NeMo loads a checkpoint whole to learn whether ModelOpt quantised it, and
+        takes this for a no; the export loads it itself."""
+        raise RuntimeError("not a ModelOpt checkpoint")
+
+
+for model_class in MODEL_CLASSES:
+    io.model_importer(model_class, "hf")(HFImporter)
+    io.model_exporter(model_class, "hf")(HFExporter)

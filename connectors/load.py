@@ -1,0 +1,212 @@
+"""Weights between Hugging Face checkpoints and built Megatron models, tensor by tensor, strictly.
+
+Works on any stage of a pipeline and any tensor-parallel rank: each process reads what it holds.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from nemo.utils import logging
+from torch import Tensor, nn
+
+from .checkpoint_files import CONFIG_FILE, HFCheckpoint
+from .families import family_of, find_family
+from .family import Family
+from .key_table import Entry, KeyTable, ModelDimensions, Replicated, TensorRank
+
+
+class Assignment(NamedTuple):
+    """A parameter of this process and what it is made of."""
+
+    name: str
+    """Name in a single-process model."""
+    parameter: Tensor
+    entry: Entry
+    dimensions: ModelDimensions
+
+
+def load_hf_weights(model: nn.Module | Sequence[nn.Module], hf_path: str | Path) -> None:
+    """Fill a built model with a Hugging Face checkpoint, in place, in the parameters' own dtype.
+
+    Args:
+        model: a Megatron GPT (unwrapped), or the chunks of an interleaved pipeline stage.
+        hf_path: folder of the checkpoint.
+
+    Raises:
+        FileNotFoundError, ValueError: see :class:`HFCheckpoint`.
+        ValueError: where the model's configuration, parameters or shapes and the checkpoint do not agree, naming all
+            that do not; nothing was written then.
+    """
+    chunks = _chunks(model)
+    checkpoint = HFCheckpoint(hf_path)
+    family = find_family(checkpoint.config)
+    config = chunks[0].config
+    check_same_model(config, checkpoint, family)
+    table = family.key_table(config)
+    assignments, problems = _assign(chunks, table)
+    rank = _tensor_rank()
+    problems += _differences(checkpoint, table, assignments, rank.size)
+    if problems:
+        raise ValueError(f"{checkpoint.path} does not fit the model (family {family.name}):\n" + "\n".join(problems))
+    with torch.no_grad():
+        for a in assignments:
+            read = partial(_read, checkpoint, a.entry.hf)
+            a.parameter.copy_(a.entry.layout.read(read, tuple(a.parameter.shape), rank, a.dimensions))
+
+
+def _read(checkpoint: HFCheckpoint, names: tuple[str, ...], index: int, **part: slice) -> Tensor:
+    return checkpoint.tensor(names[index], **part)
+
+
+def export_hf_tensors(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights under their Hugging Face names, one after the other, on the CPU, in the parameters' dtype.
+
+    With tensor parallelism every rank of the group must draw them all, and gets whole tensors; with pipeline
+    parallelism each stage yields its own. Tied embeddings are one tensor; padding rows of the vocabulary stay.
+
+    Args:
+        model: as for :func:`load_hf_weights`.
+
+    Raises:
+        ValueError: where parameters and key table do not agree, naming all that do not, before the first tensor.
+    """
+    chunks = _chunks(model)
+    family = family_of(chunks[0].config)
+    assignments, problems = _assign(chunks, family.key_table(chunks[0].config))
+    if problems:
+        raise ValueError(f"the model is none of family {family.name}:\n" + "\n".join(problems))
+    return _written(assignments)
+
+
+def check_same_model(config, checkpoint: HFCheckpoint, family: Family) -> None:
+    """Check that a NeMo configuration describes the checkpoint's model.
+
+    Raises:
+        ValueError: naming every field that differs.
+    """
+    if family_of(config) is not family:
+        raise ValueError(
+            f"{checkpoint.path} is of family {family.name}, the model's configuration {type(config).__name__} "
+            f"of family {family_of(config).name}; take {family.nemo_config().__name__}"
+        )
+    differences = family.config.differences(config, checkpoint.config)
+    if differences:
+        listed = ", ".join(f"{name}={ours!r} (checkpoint: {theirs!r})" for name, (ours, theirs) in differences.items())
+        raise ValueError(f"the model's configuration contradicts {checkpoint.path / CONFIG_FILE}: {listed}")
+
+
+def _written(assignments: list[Assignment]) -> Iterator[tuple[str, Tensor]]:
+    for a in assignments:
+        tensors = a.entry.layout.write(_parts_of_all_ranks(a), a.dimensions)
+        for name, tensor in zip(a.entry.hf, tensors, strict=True):
+            yield name, tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _parts_of_all_ranks(a: Assignment) -> list[Tensor]:
+    size = _tensor_rank().size
+    part = a.parameter.detach()
+    if size == 1 or isinstance(a.entry.layout, Replicated):
+        return [part]
+    parts = [torch.empty_like(part) for _ in range(size)]
+    dist.all_gather(parts, part.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    return parts
+
+
+def _assign(chunks: list[nn.Module], table: KeyTable) -> tuple[list[Assignment], list[str]]:
+    """Give every parameter of this process its entry; what is left over on either side are problems."""
+    assignments, unknown, absent = [], [], []
+    for chunk in chunks:
+        entries = table.entries(layer.layer_number - 1 for layer in chunk.decoder.layers)
+        entry_of = {name: entry for entry in entries for name in entry.megatron}
+        parameters = {_global_name(chunk, name): parameter for name, parameter in chunk.named_parameters()}
+        dimensions = _dimensions(chunk)
+        assignments += [
+            Assignment(name, parameter, entry_of[name], dimensions)
+            for name, parameter in parameters.items()
+            if name in entry_of
+        ]
+        unknown += parameters.keys() - entry_of.keys()
+        absent += [
+            " or ".join(entry.megatron)
+            for entry in entries
+            if _belongs_to(chunk, entry) and parameters.keys().isdisjoint(entry.megatron)
+        ]
+    return assignments, _listed(
+        {"parameters that no tensor of the checkpoint fills": unknown, "parameters that the model lacks": absent}
+    )
+
+
+def _differences(checkpoint: HFCheckpoint, table: KeyTable, assignments: list[Assignment], ranks: int) -> list[str]:
+    """Tensors that are absent, unknown or of another shape. The first two are checked for the whole model."""
+    expected = {name for entry in table.entries() for name in entry.hf}
+    unknown = []
+    for name in checkpoint.shapes.keys() - expected:
+        reason = table.reason_to_ignore(name)
+        if reason is None:
+            unknown.append(name)
+        else:
+            logging.info(f"{checkpoint.path}: {name} is not used: {reason}")
+    wrong_shapes = [
+        f"{name} is {list(checkpoint.shapes[name])}, the model needs {list(shape)}"
+        for a in assignments
+        for name, shape in zip(
+            a.entry.hf, a.entry.layout.hf_shapes(tuple(a.parameter.shape), ranks, a.dimensions), strict=True
+        )
+        if name in checkpoint.shapes and checkpoint.shapes[name] != tuple(shape)
+    ]
+    return _listed(
+        {
+            "tensors that the checkpoint lacks": expected - checkpoint.shapes.keys(),
+            "tensors that the model has no place for": unknown,
+            "tensors of another shape": wrong_shapes,
+        }
+    )
+
+
+def _listed(problems: Mapping[str, Collection[str]]) -> list[str]:
+    return [f"  {kind} ({len(names)}): {', '.join(sorted(names))}" for kind, names in problems.items() if names]
+
+
+def _chunks(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    return [model] if isinstance(model, nn.Module) else list(model)
+
+
+def _global_name(chunk: nn.Module, name: str) -> str:
+    """Layers count from 0 in every pipeline stage; their own numbers count through the model, from 1."""
+    prefix = "decoder.layers."
+    if not name.startswith(prefix):
+        return name
+    index, rest = name.removeprefix(prefix).split(".", 1)
+    return f"{prefix}{chunk.decoder.layers[int(index)].layer_number - 1}.{rest}"
+
+
+def _belongs_to(chunk: nn.Module, entry: Entry) -> bool:
+    """Whether this pipeline stage has the entry's parameter; its layers are chosen already."""
+
+    def held(name: str) -> bool:
+        if name.startswith("decoder.layers."):
+            return True
+        return chunk.pre_process if name.startswith("embedding.") else chunk.post_process
+
+    return any(map(held, entry.megatron))
+
+
+def _dimensions(chunk: nn.Module) -> ModelDimensions:
+    config = chunk.config
+    return ModelDimensions(
+        heads=config.num_attention_heads,
+        query_groups=config.num_query_groups,
+        head_dim=config.kv_channels,
+        vocab_size=getattr(chunk, "logical_vocab_size", chunk.vocab_size),
+    )
+
+
+def _tensor_rank() -> TensorRank:
+    return TensorRank(
+        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    )
