@@ -1,5 +1,6 @@
 """The data modules below a stand-in trainer that holds the fields they read, and NeMo's real samplers and io."""
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ ROWS, LENGTH = 10, 4
 
 @pytest.fixture(scope="module")
 def datamodule():
-    return pytest.importorskip("nemo_dllm.collections.diffusion.data.datamodule")
+    return importlib.import_module("nemo_dllm.collections.diffusion.data.datamodule")
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +127,8 @@ def test_resume_with_another_global_batch_or_more_steps(text_data, monkeypatch):
     assert [i for step in steps for i, _ in step] == list(range(30, 50))
     resumed.trainer.global_step = 17
     assert resumed.state_dict() == {"consumed_samples": 38, "global_step": 17}
+    resumed.setup("fit")  # a second fit of the same trainer
+    assert resumed.consumed_samples == 38
 
 
 def test_second_fit_continues_and_a_fresh_trainer_starts_over(text_data, monkeypatch):

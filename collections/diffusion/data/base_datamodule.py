@@ -25,7 +25,7 @@ class DiffusionDataModule(pl.LightningDataModule, IOMixin):
         micro_batch_size: samples per forward pass of one rank.
         global_batch_size: samples per optimizer step.
         num_workers: processes that load samples; None is 2 with a CUDA device, else 0 (in the training process).
-        output_log: log `consumed_samples` and `global_batch_size` every step, as NeMo's sampler does.
+        output_log: log `consumed_samples` and `global_batch_size` every step; NeMo's checkpoint names use the former.
 
     Raises:
         ValueError: a size is below 1, or the global batch is not a multiple of the micro-batch.
