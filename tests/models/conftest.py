@@ -1,5 +1,9 @@
 """Small models, the same in every test of this folder."""
 
+import multiprocessing
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -55,3 +59,43 @@ def build_model(single_process):
         return model
 
     return build
+
+
+@pytest.fixture(scope="session")
+def model_fields():
+    """Fields of the NeMo GPTConfig of the small models: dense, and as a mixture of experts."""
+    return {"dense": DENSE, "mixture of experts": DENSE | MIXTURE}
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Processes forked from one that has imported NeMo, for runs that need torch.distributed to themselves."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["nemo_dllm.collections.diffusion.models.mdlm", "nemo_dllm.recipes.builder"])
+    return context
+
+
+@pytest.fixture(scope="session")
+def run_job(forks, tmp_path_factory):
+    """Runs a function of jobs.py on each rank and returns the folder in which the ranks met.
+
+    ``exit_code`` is what every rank must end with.
+    """
+    script = Path(__file__).with_name("jobs.py")
+
+    def run(function, ranks=1, exit_code=0, **arguments):
+        folder = tmp_path_factory.mktemp(function)
+        processes = []
+        for rank in range(ranks):
+            job = {"function": function, "folder": folder, "rank": rank, "ranks": ranks, **arguments}
+            process = forks.Process(target=runpy.run_path, args=(str(script), {"job": job}, "__main__"))
+            process.start()
+            processes.append(process)
+        for process in processes:
+            process.join(timeout=120)
+            if process.is_alive():
+                process.kill()
+        assert [process.exitcode for process in processes] == [exit_code] * ranks
+        return folder
+
+    return run

@@ -1,0 +1,130 @@
+"""Training runs in processes of their own: what a test asks for is in the global ``job``, a dict.
+
+``job["function"]`` names the function here that takes the rest. Results are files in a folder of the test.
+"""
+
+import os
+
+import lightning.pytorch as pl
+import nemo.lightning as nl
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from nemo.collections.llm import GPTConfig
+from nemo.lightning.megatron_parallel import CallbackMethods
+from nemo.lightning.pytorch.optim import MegatronOptimizerModule
+from torch.utils.data import Dataset
+
+from nemo_dllm.collections.diffusion.data.base_datamodule import DiffusionDataModule
+from nemo_dllm.collections.diffusion.models.loss import DiffusionLossReduction
+from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
+from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+
+
+class Rows(Dataset):
+    """Sample i is row i of each tensor, modulo their length."""
+
+    def __init__(self, tensors, num_samples):
+        self.tensors, self.num_samples = tensors, num_samples
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        row = index % len(self.tensors["tokens"])
+        return {name: tensor[row] for name, tensor in self.tensors.items()} | {"sample_index": torch.tensor(index)}
+
+
+class RowsDataModule(DiffusionDataModule):
+    """Feeds given rows, for training and for validation."""
+
+    def __init__(self, tensors, micro_batch_size, global_batch_size):
+        super().__init__(tensors["tokens"].size(1), micro_batch_size, global_batch_size)
+        self.tensors, self.tokenizer = tensors, None
+
+    def training_dataset(self, num_samples):
+        return Rows(self.tensors, num_samples)
+
+    def validation_dataset(self):
+        return Rows(self.tensors, self.global_batch_size)
+
+
+def trainer_of(folder, rank=0, ranks=1, **fields):
+    """A trainer on ``ranks`` processes that meet in ``folder``."""
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks))
+    strategy = nl.MegatronStrategy(
+        ckpt_async_save=False,
+        replace_progress_bar=False,
+        ddp=DistributedDataParallelConfig(check_for_nan_in_grad=False),
+    )
+    strategy.store = torch.distributed.FileStore(str(folder / "store"), ranks)
+    return nl.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": ranks,
+            "strategy": strategy,
+            "plugins": nl.MegatronMixedPrecision("32"),
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "limit_val_batches": 0,
+            "num_sanity_val_steps": 0,
+            "use_distributed_sampler": False,
+        }
+        | fields
+    )
+
+
+def optimizer_of(lr, distributed=False, **fields):
+    config = OptimizerConfig(optimizer="adam", lr=lr, use_distributed_optimizer=distributed, **fields)
+    return MegatronOptimizerModule(config)
+
+
+class DoublePrecisionMDLM(MDLMModel):
+    """In fp32 the rounding of sums in another order alone reaches a few millionths of a gradient."""
+
+    def configure_model(self, vp_stage=None):
+        super().configure_model(vp_stage)
+        self.module.double()
+
+
+class DividedPerMicroBatch(DiffusionLossReduction):
+    """The mutated twin of handing over sum and count: a mean of means."""
+
+    def forward(self, batch, forward_out):
+        total, count, report = super().forward(batch, forward_out)
+        return total / count, torch.ones_like(count), report
+
+
+class GradientsOfSteps(pl.Callback, CallbackMethods):
+    """Gives each step a loss norm and a loss reduction, and keeps its gradients before the optimizer sees them."""
+
+    def __init__(self, steps):
+        self.steps, self.gradients = steps, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        pl_module.objective.loss_norm, reduction = self.steps[trainer.global_step]
+        pl_module._training_loss_reduction = globals()[reduction]()
+
+    def on_megatron_step_end(self, step, reduced):
+        module = step.pipeline.module.module
+        gradients = {name: parameter.main_grad.clone() for name, parameter in module.named_parameters()}
+        self.gradients.append(gradients | {"loss": reduced.clone()})
+
+
+def gradients(folder, rank, ranks, micro_batch_size, rows, config, steps):
+    """Trains with learning rate 0, a step for each (loss norm, loss reduction); writes the gradients of each."""
+    torch.manual_seed(0)
+    callback = GradientsOfSteps(steps)
+    objective = MaskedDiffusion(mask_token_id=199, force_mask=True)
+    model = DoublePrecisionMDLM(GPTConfig(**config), objective, optim=optimizer_of(0.0, clip_grad=0.0))
+    plugin = nl.MegatronMixedPrecision("32", grad_reduce_in_fp32=False)
+    trainer = trainer_of(folder, rank, ranks, max_steps=len(steps), callbacks=[callback], plugins=plugin)
+    trainer.fit(model, RowsDataModule(rows, micro_batch_size, len(rows["tokens"])))
+    torch.save(callback.gradients, folder / f"gradients{rank}")
+
+
+if __name__ == "__main__":
+    globals()[job.pop("function")](**job)  # noqa: F821
