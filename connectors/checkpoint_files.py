@@ -175,8 +175,7 @@ def write_hf_checkpoint(
         ValueError: for a repeated name.
     """
     out_dir = Path(out_dir)
-    if out_dir.exists() and not overwrite:
-        raise FileExistsError(f"{out_dir} exists; choose another folder or pass overwrite=True")
+    refuse_existing(out_dir, overwrite)
     unfinished = unfinished_sibling(out_dir)
     unfinished.mkdir(parents=True)
     try:
@@ -189,6 +188,12 @@ def write_hf_checkpoint(
         raise
     replace_folder(unfinished, out_dir)
     return out_dir
+
+
+def refuse_existing(folder: Path, overwrite: bool) -> None:
+    """Raise ``FileExistsError`` where a folder exists that may not be replaced."""
+    if folder.exists() and not overwrite:
+        raise FileExistsError(f"{folder} exists; choose another folder or pass overwrite=True")
 
 
 def unfinished_sibling(folder: Path) -> Path:

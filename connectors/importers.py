@@ -12,13 +12,14 @@ from ..collections.diffusion.models.a2d import A2DModel
 from ..collections.diffusion.models.mdlm import MDLMModel
 from ..collections.diffusion.models.model import DiffusionModel
 from .checkpoint_files import DEFAULT_SHARD_SIZE
-from .nemo_checkpoint import adopt_import, export_hf_checkpoint, import_hf_checkpoint
+from .hf_export import export_hf_checkpoint
+from .hf_import import adopt_import, import_hf_checkpoint
 
 MODEL_CLASSES = (MDLMModel, A2DModel)
 
 
 class HFImporter(io.ModelConnector):
-    """Reads a Hugging Face checkpoint folder of any known family; the path is the folder.
+    """Reads a Hugging Face checkpoint of any known family; the path is a folder, or a name on the Hugging Face Hub.
 
     NeMo calls the importer before it shows it the model, whose class and objective the checkpoint takes. So the call
     notes where to write, and :meth:`on_import_ckpt`, which follows at once, does the work.
@@ -35,7 +36,7 @@ class HFImporter(io.ModelConnector):
         if self._output_path.exists() and not self._overwrite:
             adopt_import(model, self._output_path)
         else:
-            import_hf_checkpoint(model, Path(self), self._output_path, overwrite=self._overwrite)
+            import_hf_checkpoint(model, _local_folder(Path(self)), self._output_path, overwrite=self._overwrite)
 
 
 class HFExporter(io.ModelConnector):
@@ -49,6 +50,19 @@ class HFExporter(io.ModelConnector):
         """Always a ``RuntimeError``: NeMo loads a checkpoint whole to learn whether ModelOpt quantised it, and
         takes this for a no; the export loads it itself."""
         raise RuntimeError("not a ModelOpt checkpoint")
+
+
+def _local_folder(source: Path) -> Path:
+    if source.is_dir() or source.is_absolute():
+        return source
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(source), ignore_patterns=["*.gguf", "*.onnx", "*.h5", "*.msgpack", "*/*"]))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"{source} is neither a folder nor could it be fetched from the Hugging Face Hub ({error})"
+        ) from error
 
 
 for model_class in MODEL_CLASSES:

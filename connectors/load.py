@@ -6,7 +6,7 @@ Works on any stage of a pipeline and any tensor-parallel rank: each process read
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from .checkpoint_files import CONFIG_FILE, HFCheckpoint
 from .families import family_of, find_family
-from .family import Family
 from .key_table import Entry, KeyTable, ModelDimensions, Replicated, TensorRank
 
 
@@ -46,7 +45,7 @@ def load_hf_weights(model: nn.Module | Sequence[nn.Module], hf_path: str | Path)
     checkpoint = HFCheckpoint(hf_path)
     family = find_family(checkpoint.config)
     config = chunks[0].config
-    check_same_model(config, checkpoint, family)
+    check_same_model(config, checkpoint.config, where=checkpoint.path)
     table = family.key_table(config)
     assignments, problems = _assign(chunks, table)
     rank = _tensor_rank()
@@ -83,21 +82,27 @@ def export_hf_tensors(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[
     return _written(assignments)
 
 
-def check_same_model(config, checkpoint: HFCheckpoint, family: Family) -> None:
-    """Check that a NeMo configuration describes the checkpoint's model.
+def check_same_model(config, hf_config: Mapping[str, Any], where: Path) -> None:
+    """Check that a NeMo configuration describes a checkpoint's model.
+
+    Args:
+        config: NeMo's configuration.
+        hf_config: content of the checkpoint's config.json.
+        where: the checkpoint, for the error.
 
     Raises:
-        ValueError: naming every field that differs.
+        ValueError: for another family, or naming every field that differs.
     """
+    family = find_family(hf_config)
     if family_of(config) is not family:
         raise ValueError(
-            f"{checkpoint.path} is of family {family.name}, the model's configuration {type(config).__name__} "
-            f"of family {family_of(config).name}; take {family.nemo_config().__name__}"
+            f"{where} is of family {family.name}, the model's configuration {type(config).__name__} of family "
+            f"{family_of(config).name}; take {family.nemo_config().__name__}"
         )
-    differences = family.config.differences(config, checkpoint.config)
+    differences = family.config.differences(config, hf_config)
     if differences:
         listed = ", ".join(f"{name}={ours!r} (checkpoint: {theirs!r})" for name, (ours, theirs) in differences.items())
-        raise ValueError(f"the model's configuration contradicts {checkpoint.path / CONFIG_FILE}: {listed}")
+        raise ValueError(f"the model's configuration contradicts the {CONFIG_FILE} of {where}: {listed}")
 
 
 def _written(assignments: list[Assignment]) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,127 @@
+"""From a NeMo checkpoint of a diffusion model to a Hugging Face checkpoint."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.utils import unwrap_model
+from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
+from nemo.lightning import io
+
+from ..collections.diffusion.models.model import DiffusionModel
+from .checkpoint_files import CONFIG_FILE, DEFAULT_SHARD_SIZE, refuse_existing, write_hf_checkpoint
+from .companions import companion_files, read_origin
+from .config import diffusion_hf_config
+from .families import family_of
+from .load import export_hf_tensors
+from .one_process import build_on_cpu, one_process
+
+# NeMo saves the Megatron model as a child of its own module.
+_MODULE_PREFIX = "module."
+
+
+def export_hf_checkpoint(
+    nemo_path: str | Path,
+    output_path: str | Path,
+    *,
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> Path:
+    """Write a NeMo checkpoint of a diffusion model as a Hugging Face checkpoint; whole or not at all.
+
+    The tensors have the dtype in which the checkpoint holds them. What training started from gives config.json (see
+    :func:`diffusion_hf_config`) and, byte for byte, tokenizer and generation settings; a model trained from scratch
+    gets them from its configuration and tokenizer.
+
+    Args:
+        nemo_path: an import, or a checkpoint of any step of a training.
+        output_path: folder to make.
+        max_shard_size: bytes of tensors per file.
+        overwrite: replace an existing folder.
+
+    Raises:
+        FileExistsError: where ``output_path`` exists and ``overwrite`` is False.
+        FileNotFoundError, ValueError: where ``nemo_path`` is no NeMo checkpoint of a diffusion model.
+    """
+    nemo_path, output_path = Path(nemo_path), Path(output_path)
+    refuse_existing(output_path, overwrite)
+    with loaded_checkpoint(nemo_path) as model:
+        core = unwrap_model(model.module)
+        origin = read_origin(nemo_path)
+        if origin is not None and origin.facts.family != family_of(model.config).name:
+            origin = None  # Only the tokenizer is of that checkpoint.
+        config = diffusion_hf_config(
+            model.config,
+            model.objective,
+            vocab_size=core.logical_vocab_size,
+            dtype=next(core.parameters()).dtype,
+            origin=origin,
+        )
+        if origin is None:
+            config |= _special_ids(model.tokenizer)
+            files = _tokenizer_files(model.tokenizer)
+        else:
+            files = companion_files(nemo_path)
+            if config != origin.config:
+                del files[CONFIG_FILE]
+        return write_hf_checkpoint(
+            output_path,
+            config,
+            export_hf_tensors(core),
+            max_shard_size=max_shard_size,
+            extra_files=files,
+            overwrite=overwrite,
+        )
+
+
+@contextmanager
+def loaded_checkpoint(nemo_path: str | Path) -> Iterator[DiffusionModel]:
+    """The model of a NeMo checkpoint, with its weights, whole on the CPU, in the dtype of the checkpoint.
+
+    Raises:
+        FileNotFoundError: where there is no checkpoint.
+        ValueError: for a Hugging Face checkpoint, and the checkpoint of another kind of model.
+    """
+    nemo_path = Path(nemo_path)
+    if not (nemo_path / "context").is_dir():
+        if (nemo_path / CONFIG_FILE).is_file():
+            raise ValueError(f"{nemo_path} is a Hugging Face checkpoint; import it first (llm.import_ckpt)")
+        raise FileNotFoundError(f"{nemo_path} is no NeMo checkpoint: it has no folder 'context'")
+    model = io.load_context(nemo_path, subpath="model")
+    if not isinstance(model, DiffusionModel):
+        raise ValueError(f"{nemo_path} holds a {type(model).__name__}, not a diffusion model")
+    dtype = _stored_dtype(nemo_path / "weights")
+    model.config.params_dtype = dtype
+    model.config.bf16 = model.config.fp16 = False  # No wrapper that casts inputs and outputs.
+    with one_process():
+        build_on_cpu(model)
+        for parameter in model.module.parameters():  # Norms are fp32 until a precision plugin casts them.
+            parameter.data = parameter.data.to(dtype)
+        weights = str(nemo_path / "weights")
+        metadata = dist_checkpointing.load_content_metadata(weights)
+        state = model.module.sharded_state_dict(prefix=_MODULE_PREFIX, metadata=metadata)
+        loaded = dist_checkpointing.load({"state_dict": state}, weights)["state_dict"]
+        model.module.load_state_dict({name.removeprefix(_MODULE_PREFIX): value for name, value in loaded.items()})
+        yield model
+
+
+def _stored_dtype(weights: Path) -> torch.dtype:
+    tensors = dist_checkpointing.load_tensors_metadata(str(weights))
+    return next(t.dtype for name, t in tensors.items() if name.endswith("word_embeddings.weight"))
+
+
+def _tokenizer_files(tokenizer) -> dict[str, bytes]:
+    if not isinstance(tokenizer, AutoTokenizer):
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.tokenizer.save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
+def _special_ids(tokenizer) -> dict[str, int]:
+    """Ids of the special tokens, under the names of config.json."""
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_id", None) for name in ("bos", "eos", "pad")}
+    return {name: token_id for name, token_id in ids.items() if token_id is not None}

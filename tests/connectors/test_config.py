@@ -1,0 +1,139 @@
+import json
+
+import pytest
+import torch
+
+from nemo_dllm.connectors.config_table import ConfigTable, Field, both_rope_spellings, hf_dtype
+from nemo_dllm.connectors.families import find_family
+from nemo_dllm.connectors.qwen3 import QWEN3
+
+
+def hf_config(models, name="qwen3", **changes):
+    config = json.loads((models / name / "config.json").read_text()) | changes
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+def test_finds_families_by_model_type():
+    assert find_family({"model_type": "qwen3"}) is QWEN3
+    assert find_family({"model_type": "a2d-qwen3", "architectures": ["A2DQwen3LMHeadModel"]}) is QWEN3
+    assert QWEN3.hf_class({"model_type": "a2d-qwen3"}).attention == "bidirectional"
+    assert QWEN3.hf_class({"model_type": "qwen3"}).attention == "causal"
+    assert QWEN3.diffusion_class.architecture == "A2DQwen3LMHeadModel"
+
+
+@pytest.mark.parametrize("config", [{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, {}])
+def test_an_unknown_family_lists_the_known_ones(config):
+    with pytest.raises(ValueError, match=r"no known family; known: .*qwen3 \(Qwen3ForCausalLM\), a2d-qwen3"):
+        find_family(config)
+
+
+def test_translates_sizes(models):
+    values = QWEN3.config.to_nemo(hf_config(models, initializer_range=0.03, attention_dropout=0.1))
+    assert values == {
+        "num_layers": 3,
+        "hidden_size": 64,
+        "ffn_hidden_size": 112,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 32,
+        "vocab_size": 200,
+        "layernorm_epsilon": 1e-6,
+        "share_embeddings_and_output_weights": False,
+        "max_position_embeddings": 512,
+        "init_method_std": 0.03,
+        "attention_dropout": 0.1,
+        "rotary_base": 1000000,
+        "seq_len_interpolation_factor": None,
+    }
+
+
+def test_silent_fields_have_the_defaults_of_the_published_class(models):
+    values = QWEN3.config.to_nemo(hf_config(models, head_dim=..., tie_word_embeddings=...))
+    assert (values["kv_channels"], values["share_embeddings_and_output_weights"]) == (128, False)
+
+
+def test_names_all_absent_fields(models):
+    with pytest.raises(ValueError, match=r"lacks num_hidden_layers, rms_norm_eps$"):
+        QWEN3.config.to_nemo(hf_config(models, num_hidden_layers=..., rms_norm_eps=...))
+
+
+def test_names_all_unsupported_values(models):
+    config = hf_config(models, attention_bias=True, hidden_act="gelu", layer_types=["sliding_attention"])
+    expected = r"hidden_act='gelu' \(supported: 'silu'\); attention_bias=True .*; layer_types with sliding_attention"
+    with pytest.raises(ValueError, match=expected):
+        QWEN3.config.to_nemo(config)
+    with pytest.raises(ValueError, match="has quantization_config"):
+        QWEN3.config.to_nemo(hf_config(models, quantization_config={"quant_method": "fp8"}))
+
+
+@pytest.mark.parametrize(
+    ("rope", "base", "factor"),
+    [
+        ({"rope_theta": 5e5}, 5e5, None),
+        ({"rope_theta": 1e4, "rope_scaling": {"rope_type": "default"}}, 1e4, None),
+        ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}}, 1e4, 4.0),
+        ({"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, None),
+        ({"rope_theta": ..., "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}, 1e6, 2.0),
+    ],
+)
+def test_reads_both_spellings_of_rotary_embeddings(models, rope, base, factor):
+    config = hf_config(models, **rope)
+    values = QWEN3.config.to_nemo(config)
+    assert (values["rotary_base"], values["seq_len_interpolation_factor"]) == (base, factor)
+    both = both_rope_spellings(config)
+    old, new = ({k: v for k, v in both.items() if k != name} for name in ("rope_parameters", "rope_scaling"))
+    new.pop("rope_theta")
+    assert QWEN3.config.to_nemo(old) == QWEN3.config.to_nemo(new) == values
+
+
+def test_refuses_a_rotary_base_that_nobody_names(models):
+    with pytest.raises(ValueError, match="neither rope_theta nor rope_parameters.rope_theta"):
+        QWEN3.config.to_nemo(hf_config(models, rope_theta=...))
+
+
+def test_refuses_rotary_scaling_that_it_does_not_know(models):
+    with pytest.raises(ValueError, match="rope_type='yarn' is not supported; known: default, linear"):
+        QWEN3.config.to_nemo(hf_config(models, rope_scaling={"rope_type": "yarn", "factor": 4.0}))
+
+
+def test_dtypes():
+    assert hf_dtype({"torch_dtype": "bfloat16"}) == torch.bfloat16
+    assert hf_dtype({"dtype": "float32", "torch_dtype": "bfloat16"}) == torch.float32
+    assert hf_dtype({}) is None
+    with pytest.raises(ValueError, match="dtype 'int8'; known: float32, bfloat16, float16"):
+        hf_dtype({"dtype": "int8"})
+
+
+class Config:
+    """A NeMo configuration of the table below."""
+
+    def __init__(self, **fields):
+        self.__dict__ |= {"size": 4, "std": 0.1, "vocab_size": 9, "rotary_base": 1e4} | fields
+        self.seq_len_interpolation_factor = fields.get("seq_len_interpolation_factor")
+
+
+TABLE = ConfigTable((Field("hf_size", "size"), Field("hf_std", "std", binding=False)), {"act": "silu"})
+HF = {"hf_size": 4, "hf_std": 0.2, "rope_theta": 1e4, "other": [1]}
+
+
+def test_both_directions_agree():
+    config = Config(seq_len_interpolation_factor=2.0)
+    assert TABLE.to_nemo(TABLE.to_hf(config)) == {
+        "size": 4,
+        "std": 0.1,
+        "rotary_base": 1e4,
+        "seq_len_interpolation_factor": 2.0,
+    }
+
+
+def test_differences_are_those_that_make_another_model():
+    assert TABLE.differences(Config(), HF) == {}
+    assert TABLE.differences(Config(size=5, rotary_base=1e6), HF) == {"size": (5, 4), "rotary_base": (1e6, 1e4)}
+
+
+def test_update_changes_nothing_but_what_differs():
+    assert TABLE.update(HF, Config()) == HF
+    assert TABLE.update(HF, Config(size=5)) == HF | {"hf_size": 5}
+    updated = TABLE.update(HF, Config(rotary_base=1e6))
+    assert TABLE.to_nemo(updated)["rotary_base"] == 1e6
+    assert updated["other"] == [1]
