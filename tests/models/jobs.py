@@ -4,6 +4,7 @@
 """
 
 import os
+from dataclasses import dataclass
 
 import lightning.pytorch as pl
 import nemo.lightning as nl
@@ -19,6 +20,8 @@ from nemo_dllm.collections.diffusion.data.base_datamodule import DiffusionDataMo
 from nemo_dllm.collections.diffusion.models.loss import DiffusionLossReduction
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+from nemo_dllm.connectors.config import hf_to_nemo_config
+from nemo_dllm.connectors.load import export_hf_tensors, load_hf_weights
 
 
 class Rows(Dataset):
@@ -124,6 +127,63 @@ def gradients(folder, rank, ranks, micro_batch_size, rows, config, steps):
     trainer = trainer_of(folder, rank, ranks, max_steps=len(steps), callbacks=[callback], plugins=plugin)
     trainer.fit(model, RowsDataModule(rows, micro_batch_size, len(rows["tokens"])))
     torch.save(callback.gradients, folder / f"gradients{rank}")
+
+
+@dataclass
+class RecordedNoise(MaskedDiffusion):
+    """The objective with recorded draws: sample i takes row i of each."""
+
+    time: torch.Tensor = None
+    uniforms: torch.Tensor = None
+
+    def corrupt(self, tokens_BL, loss_mask_BL, sample_index_B, *, validation=False):
+        noise = {"time_B": self.time[sample_index_B], "uniforms_BL": self.uniforms[sample_index_B]}
+        return super().corrupt(tokens_BL, loss_mask_BL, sample_index_B, **noise)
+
+
+class FromCheckpoint(MDLMModel):
+    """Starts from the weights of a Hugging Face checkpoint."""
+
+    hf_path = None
+
+    def configure_model(self, vp_stage=None):
+        super().configure_model(vp_stage)
+        load_hf_weights(self.module, self.hf_path)
+
+
+class Trajectory(pl.Callback, CallbackMethods):
+    """Keeps what the model saw, losses, gradients and weights, the latter two under their Hugging Face names."""
+
+    def __init__(self):
+        self.kept = {"inputs": [], "losses": [], "gradients": [], "weights": []}
+
+    def on_megatron_microbatch_start(self, step, batch):
+        self.kept["inputs"].append(batch.input_ids)
+
+    def on_megatron_step_end(self, step, reduced):
+        core = step.pipeline.module.module.module
+        weights = {name: parameter.data.clone() for name, parameter in core.named_parameters()}
+        for parameter in core.parameters():
+            parameter.data.copy_(parameter.main_grad)
+        self.kept["gradients"].append(dict(export_hf_tensors(core)))
+        for name, parameter in core.named_parameters():
+            parameter.data.copy_(weights[name])
+        self.kept["losses"].append(reduced.clone())
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.kept["weights"].append(dict(export_hf_tensors(pl_module.module.module)))
+
+
+def trajectory(folder, rank, ranks, micro_batch_size, hf_path, rows, noise, objective, optimizer, steps):
+    """Trains on given rows and draws, in their order; writes what :class:`Trajectory` keeps."""
+    callback = Trajectory()
+    model = FromCheckpoint(
+        hf_to_nemo_config(hf_path), RecordedNoise(**objective, **noise), optim=optimizer_of(clip_grad=0.0, **optimizer)
+    )
+    model.hf_path = hf_path
+    trainer = trainer_of(folder, rank, ranks, max_steps=steps, callbacks=[callback])
+    trainer.fit(model, RowsDataModule(rows, micro_batch_size, len(rows["tokens"]) // steps))
+    torch.save(callback.kept, folder / f"trajectory{rank}")
 
 
 if __name__ == "__main__":
