@@ -107,6 +107,7 @@ def prepare_model_build(config) -> None:
     ):
         setattr(config, field, False)
     config.use_cpu_initialization = True
+    _adapt_nemo()
     if not tensor_parallel.get_cuda_rng_tracker().is_initialized():
         tensor_parallel.model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
 
@@ -200,6 +201,14 @@ def _adapt_megatron() -> None:
     moe_utils.te_general_gemm = None
     filesystem_async._get_write_results_queue = _results_queue
     _all_to_all_with_integer_splits()
+
+
+def _adapt_nemo() -> None:
+    """Where a model is built NeMo is imported; enabling the runtime alone should not wait for that."""
+    from nemo.lightning.io import pl
+
+    # Moves a loaded checkpoint from one CUDA device to another, and asserts that there is one.
+    pl._fix_tensors_device = lambda checkpoint: checkpoint
 
 
 @functools.cache
