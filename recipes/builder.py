@@ -32,6 +32,14 @@ PRECISIONS = {
 }
 
 
+RECIPES: dict[str, Callable[..., run.Partial]] = {}
+"""Every recipe by the name that ``--factory`` takes."""
+
+
+# Fused SwiGLU and residual addition, compiled by torch; the CPU runtime switches them off.
+FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where a model runs: sizes are numbers of GPUs unless they say otherwise."""
@@ -88,25 +96,39 @@ def diffusion_recipe(
     Raises:
         ValueError: for an unknown precision.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r} is unknown; choose from {', '.join(PRECISIONS)}")
-    return run.Partial(
+    recipe = run.Partial(
         task,
         model=model,
-        trainer=_trainer(layout, schedule, precision),
+        trainer=_trainer(layout, schedule),
         data=data,
         log=_log(name, dir),
-        optim=_optimizer(schedule, precision),
+        optim=_optimizer(schedule),
         resume=run.Config(ResumeLatest),
     )
+    set_precision(recipe, precision)
+    return recipe
 
 
-def _trainer(layout: Layout, schedule: Schedule, precision: str) -> run.Config:
+def set_precision(recipe: run.Partial, precision: str) -> None:
+    """Set every field of a recipe that depends on its precision.
+
+    Raises:
+        ValueError: for an unknown precision.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is unknown; choose from {', '.join(PRECISIONS)}")
+    settings = PRECISIONS[precision]
+    recipe.trainer.plugins = run.Config(nl.MegatronMixedPrecision, **settings)
+    recipe.trainer.strategy.pipeline_dtype = settings["pipeline_dtype"]
+    recipe.optim.config.bf16 = settings["precision"] == "bf16-mixed"
+    recipe.optim.config.fp16 = settings["precision"] == "16-mixed"
+
+
+def _trainer(layout: Layout, schedule: Schedule) -> run.Config:
     strategy = run.Config(
         nl.MegatronStrategy,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
-        pipeline_dtype=PRECISIONS[precision]["pipeline_dtype"],
         context_parallel_size=layout.context,
         sequence_parallel=layout.tensor > 1,
         ckpt_async_save=False,
@@ -125,7 +147,6 @@ def _trainer(layout: Layout, schedule: Schedule, precision: str) -> run.Config:
         num_nodes=layout.num_nodes,
         devices=layout.gpus_per_node,
         strategy=strategy,
-        plugins=run.Config(nl.MegatronMixedPrecision, **PRECISIONS[precision]),
         callbacks=[run.Config(DiffusionMetrics), run.Config(RunProgress)],
         max_steps=schedule.max_steps,
         val_check_interval=schedule.validation_interval,
@@ -138,7 +159,7 @@ def _trainer(layout: Layout, schedule: Schedule, precision: str) -> run.Config:
     )
 
 
-def _optimizer(schedule: Schedule, precision: str) -> run.Config:
+def _optimizer(schedule: Schedule) -> run.Config:
     return run.Config(
         MegatronOptimizerModule,
         config=run.Config(
@@ -150,8 +171,6 @@ def _optimizer(schedule: Schedule, precision: str) -> run.Config:
             adam_beta2=0.95,
             adam_eps=1e-8,
             clip_grad=1.0,
-            bf16=PRECISIONS[precision]["precision"] == "bf16-mixed",
-            fp16=precision == "fp16",
             use_distributed_optimizer=True,
         ),
         lr_scheduler=run.Config(
@@ -204,4 +223,4 @@ def register(recipe: Callable[..., run.Partial], *, target: Callable, name: str,
     factory.__name__ = factory.__qualname__ = name
     factory.__doc__ = recipe.__doc__
     factory.__signature__ = signature.replace(parameters=open_parameters)
-    run.cli.factory(target=target, name=name)(factory)
+    RECIPES[name] = run.cli.factory(target=target, name=name)(factory)

@@ -10,7 +10,7 @@ from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
 from nemo_dllm.collections.diffusion.models.a2d import A2DModel
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
-from nemo_dllm.recipes.builder import Layout, Schedule, diffusion_recipe, register
+from nemo_dllm.recipes.builder import FUSIONS, Layout, Schedule, diffusion_recipe, register
 from nemo_dllm.recipes.tasks import finetune, pretrain
 
 VOCAB_SIZE = 151936
@@ -98,7 +98,7 @@ def _recipe(size, model_class, task, schedule, dir, name, init_from=None) -> run
         task,
         model=run.Config(
             model_class,
-            config=run.Config(facts.config, seq_length=4096),
+            config=run.Config(facts.config, seq_length=4096, **FUSIONS),
             objective=run.Config(MaskedDiffusion, mask_token_id=MASK_TOKEN_ID),
         ),
         data=run.Config(

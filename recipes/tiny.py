@@ -6,11 +6,10 @@ from nemo.collections import llm
 from nemo_dllm.collections.diffusion.data.datamodule import TextDataModule
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
-from nemo_dllm.recipes.builder import Layout, Schedule, diffusion_recipe
+from nemo_dllm.recipes.builder import FUSIONS, Layout, Schedule, diffusion_recipe, register
 from nemo_dllm.recipes.tasks import pretrain
 
 
-@run.cli.factory(target=llm.pretrain, name="mdlm_tiny")
 def mdlm_tiny(path: str | None = None, dir: str | None = None, name: str = "mdlm_tiny") -> run.Partial:
     """Pretrain a masked diffusion model of a few million parameters on text, on the CPU or one GPU.
 
@@ -38,6 +37,7 @@ def mdlm_tiny(path: str | None = None, dir: str | None = None, name: str = "mdlm
             vocab_size=None,
             make_vocab_size_divisible_by=1,
             share_embeddings_and_output_weights=True,
+            **FUSIONS,
         ),
         objective=run.Config(MaskedDiffusion),
     )
@@ -56,3 +56,6 @@ def mdlm_tiny(path: str | None = None, dir: str | None = None, name: str = "mdlm
         precision="fp32",
         dir=dir,
     )
+
+
+register(mdlm_tiny, target=llm.pretrain, name="mdlm_tiny")

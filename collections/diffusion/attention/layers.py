@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_dllm.collections.diffusion.attention.core import BidirectionalAttention, EagerBidirectionalAttention
 from nemo_dllm.collections.diffusion.attention.norms import LOCAL_NORMS
+from nemo_dllm.collections.diffusion.attention.self_attention import FusedSelfAttention
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "te", "eager")
 TRANSFORMER_IMPLS = ("auto", "local", "transformer_engine")
@@ -65,6 +66,12 @@ def diffusion_block_spec(
             (``te`` with Transformer Engine's layers, else ``sdpa``).
     """
     check_layer_choice(transformer_impl, attention_backend)
+    if config.multi_latent_attention:
+        raise ValueError("multi_latent_attention=True is not supported; choose a config with plain attention")
+    if config.qk_layernorm and config.normalization != "RMSNorm":
+        raise ValueError(
+            f"qk_layernorm=True with normalization={config.normalization!r} is not supported; only RMSNorm is"
+        )
     use_te = transformer_impl == "transformer_engine" or (transformer_impl == "auto" and have_transformer_engine())
     if attention_backend == "auto":
         attention_backend = "te" if use_te else "sdpa"
@@ -87,9 +94,10 @@ def _core_attention(backend: str) -> type:
 
 
 def _swap(layer: ModuleSpec, *, core_attention: type, norm: type | None) -> ModuleSpec:
-    """Copy a layer's spec with another core attention and, given one, another norm."""
+    """Copy a layer's spec with our self-attention, another core attention and, given one, another norm."""
     layer = copy.deepcopy(layer)
     attention = layer.submodules.self_attention
+    attention.module = FusedSelfAttention
     attention.params = {**attention.params, "attn_mask_type": AttnMaskType.no_mask}
     attention.submodules.core_attention = core_attention
     if norm is not None:

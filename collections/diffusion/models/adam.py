@@ -5,6 +5,8 @@ the parameter groups, as in the fused Adam of those packages. torch's AdamW keep
 parameter, which breaks saving or loading.
 """
 
+import functools
+
 import torch
 from torch.optim.adam import adam
 
@@ -76,9 +78,22 @@ def use_group_step_adam() -> bool:
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
+    _load_fp32_shards()
     if optimizer.USING_PYTORCH_OPTIMIZER:
         optimizer.Adam = distrib_optimizer.Adam = GroupStepAdamW
         optimizer.USING_PYTORCH_OPTIMIZER = False
         # The convention that this Adam follows: one step count in each parameter group.
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
     return optimizer.Adam is GroupStepAdamW
+
+
+@functools.cache
+def _load_fp32_shards() -> None:
+    """Let the distributed optimizer load a checkpoint of fp32 weights.
+
+    Its shards of them are views of leaves that require gradients, and its default format copies into them as they are.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    load = DistributedOptimizer.load_parameter_state_from_dp_reshardable
+    DistributedOptimizer.load_parameter_state_from_dp_reshardable = torch.no_grad()(load)

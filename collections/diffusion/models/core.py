@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.attention.masks import visible_keys
+from nemo_dllm.collections.diffusion.attention.self_attention import rotary_table
 from nemo_dllm.collections.diffusion.models.head import DEFAULT_CHUNK, HeadOutput, VocabularyShard, masked_cross_entropy
 
 POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
@@ -98,26 +99,19 @@ class DiffusionCore(MegatronGPTModel):
         return self.embedding(input_ids, position_ids)
 
     def _rotary_table(self, length: int, position_ids: Tensor | None) -> Tensor | None:
-        """Rotary angles [S, 1 or B, 1, D]. Megatron's own table counts 0..S-1 whatever the positions are."""
+        """Cosines and sines, see ``rotary_table``. Megatron's angles count 0..S-1 whatever the positions are."""
         if self.position_embedding_type != "rope":
             return None
         rope = self.rotary_pos_emb
         if position_ids is None:
-            return rope(length)
-        if position_ids.dim() == 2 and self.config.apply_rope_fusion:
-            raise ValueError(
-                "position_ids of shape [batch, sequence] need config.apply_rope_fusion=False: the fused rotary "
-                "kernel shares one table between samples"
-            )
+            return rotary_table(rope(length))
         positions_SB = (position_ids[None] if position_ids.dim() == 1 else position_ids).t().float()
         if rope.seq_len_interpolation_factor is not None:
             positions_SB = positions_SB / rope.seq_len_interpolation_factor
-        angles = positions_SB[..., None] * rope.inv_freq.to(positions_SB.device)
+        angles = positions_SB[:, :, None, None] * rope.inv_freq.to(positions_SB.device)
         if rope.rotary_interleaved:
-            table = torch.stack((angles, angles), dim=-1).flatten(-2)
-        else:
-            table = torch.cat((angles, angles), dim=-1)
-        return table[:, :, None, :]
+            return rotary_table(torch.stack((angles, angles), dim=-1).flatten(-2))
+        return rotary_table(torch.cat((angles, angles), dim=-1))
 
     def _head_weight(self) -> Tensor:
         if self.share_embeddings_and_output_weights:

@@ -77,7 +77,7 @@ class _MaskedCrossEntropy(torch.autograd.Function):
             log_partition_C, nll_N[rows] = _log_partition_and_nll(logits_CV, targets_N[rows], shard)
             if grad_hidden_NH is None and grad_weight_VH is None:
                 continue
-            grad_logits_CV = _logit_gradient(
+            grad_logits_CV = _logit_gradient_(
                 logits_CV, log_partition_C, targets_N[rows] - shard.start, loss_weight_N[rows]
             )
             if grad_hidden_NH is not None:
@@ -109,37 +109,30 @@ def _log_partition_and_nll(logits_CV: Tensor, targets_C: Tensor, shard: Vocabula
     return log_partition_C, log_partition_C - target_logit_C
 
 
-def _compiled_on_cuda(function):
-    """Fuse a function's pointwise work into a few kernels on a GPU; run it as it stands on the CPU."""
-    compiled = torch.compile(function, dynamic=True)
-
-    def dispatch(logits_CV, *args):
-        return (compiled if logits_CV.is_cuda else function)(logits_CV, *args)
-
-    return dispatch
-
-
-@_compiled_on_cuda
 def _row_statistics(logits_CV: Tensor, local_targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Maximum, sum of exp(logit - maximum), and the target's logit (0 where another shard holds it), fp32."""
-    logits_CV = logits_CV.float()
-    maximum_C = logits_CV.amax(-1)
+    if logits_CV.is_cuda:
+        from nemo_dllm.collections.diffusion.kernels import cross_entropy
+
+        return cross_entropy.row_statistics(logits_CV, local_targets_C)
     # A shard that is all padding has no finite logit.
-    finite_maximum_C = maximum_C.clamp(min=torch.finfo(torch.float32).min)
-    sum_C = torch.exp(logits_CV - finite_maximum_C[:, None]).sum(-1)
+    maximum_C = logits_CV.amax(-1).float().clamp(min=torch.finfo(torch.float32).min)
+    sum_C = torch.exp(logits_CV.float() - maximum_C[:, None]).sum(-1)
     here_C = (local_targets_C >= 0) & (local_targets_C < logits_CV.size(1))
     index_C1 = local_targets_C.clamp(0, logits_CV.size(1) - 1)[:, None]
-    target_logit_C = torch.where(here_C, logits_CV.gather(1, index_C1)[:, 0], 0.0)
-    return finite_maximum_C, sum_C, target_logit_C
+    return maximum_C, sum_C, torch.where(here_C, logits_CV.gather(1, index_C1)[:, 0].float(), 0.0)
 
 
-@_compiled_on_cuda
-def _logit_gradient(logits_CV: Tensor, log_partition_C: Tensor, local_targets_C: Tensor, weight_C: Tensor) -> Tensor:
-    """Gradient of weight * nll with respect to the logits: weight * (softmax - one-hot), in the logits' dtype."""
-    probability_CV = torch.exp(logits_CV.float() - log_partition_C[:, None])
-    columns_V = torch.arange(logits_CV.size(1), device=logits_CV.device)
-    one_hot_CV = columns_V[None, :] == local_targets_C[:, None]
-    return (torch.where(one_hot_CV, probability_CV - 1.0, probability_CV) * weight_C[:, None]).to(logits_CV.dtype)
+def _logit_gradient_(logits_CV: Tensor, log_partition_C: Tensor, local_targets_C: Tensor, weight_C: Tensor) -> Tensor:
+    """Overwrite logits with the gradient of weight * nll: weight * (softmax - one-hot)."""
+    if logits_CV.is_cuda:
+        from nemo_dllm.collections.diffusion.kernels import cross_entropy
+
+        return cross_entropy.logit_gradient_(logits_CV, log_partition_C, local_targets_C, weight_C)
+    gradient_CV = torch.exp(logits_CV.float() - log_partition_C[:, None])
+    here_C = (local_targets_C >= 0) & (local_targets_C < logits_CV.size(1))
+    gradient_CV[here_C, local_targets_C[here_C]] -= 1.0
+    return logits_CV.copy_(gradient_CV * weight_C[:, None])
 
 
 def _accumulate(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:

@@ -69,6 +69,8 @@ class DiffusionModel(GPTModel):
         super().configure_model(vp_stage)
         config.vocab_size = named
         DiffusionCore.adopt(self.module, logical_vocab_size=logical)
+        if self._trainer is not None:
+            _accumulate_weight_gradients_in_place(self.module)
 
     def setup(self, stage: str) -> None:
         """Learn the global batch size, over which times are stratified."""
@@ -130,3 +132,14 @@ class DiffusionModel(GPTModel):
         """Go on with the noise of the saved run."""
         for field, value in checkpoint.get("noise", {}).items():
             setattr(self.objective, field, value)
+
+
+def _accumulate_weight_gradients_in_place(module: torch.nn.Module) -> None:
+    """Let Transformer Engine's layers add their weight gradients to Megatron's fp32 buffers as they form them.
+
+    Megatron's own switch, ``gradient_accumulation_fusion``, asks for an apex kernel as well, for the output layer; the
+    head here does not use it.
+    """
+    for layer in module.modules():
+        if hasattr(layer, "fuse_wgrad_accumulation"):
+            layer.fuse_wgrad_accumulation = True

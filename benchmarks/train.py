@@ -1,0 +1,150 @@
+"""Throughput of a shipped recipe with random weights, through the real training loop.
+
+    python benchmarks/train.py qwen3_1p7b_mdlm_pretrain --sequences 16
+
+Loader, corruption, clipping, optimizer and metrics are included. Only sizes are overridden; tokens per second are
+tokens of text over the median step after warm-up.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+import time
+
+from nemo_dllm.console import import_nemo_quietly
+
+import_nemo_quietly()
+
+import fiddle as fdl  # noqa: E402
+import lightning.pytorch as pl  # noqa: E402
+import nemo_run as run  # noqa: E402
+import torch  # noqa: E402
+
+from nemo_dllm.collections.diffusion.training.flops import H200_BF16_FLOPS, train_flops_per_token  # noqa: E402
+from nemo_dllm.recipes.builder import RECIPES, set_precision  # noqa: E402
+
+
+class Clock(pl.Callback):
+    """Times optimizer steps, the device's work included, and keeps their losses."""
+
+    def __init__(self, profile_at: int | None = None):
+        self.losses: list[torch.Tensor] = []
+        self.profile_at = profile_at
+        self.profiler = torch.profiler.profile(activities=list(torch.profiler.supported_activities()))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock."""
+        self.pl_module = pl_module
+        self.marks = [self._mark()]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module, outputs, batch, batch_idx) -> None:
+        """A step is over."""
+        self.marks.append(self._mark())
+        self.losses.append(outputs["loss"] if isinstance(outputs, dict) else outputs)
+        if trainer.global_step == self.profile_at:
+            self.profiler.start()
+        elif self.profile_at and trainer.global_step == self.profile_at + 3:
+            self.profiler.stop()
+
+    def seconds(self) -> list[float]:
+        """Seconds of each step; waits for the device."""
+        if not torch.cuda.is_available():
+            return [later - earlier for earlier, later in itertools.pairwise(self.marks)]
+        torch.cuda.synchronize()
+        return [earlier.elapsed_time(later) / 1000 for earlier, later in itertools.pairwise(self.marks)]
+
+    @staticmethod
+    def _mark() -> float | torch.cuda.Event:
+        """A point in time, on a GPU in the order of its work: the host does not wait."""
+        if not torch.cuda.is_available():
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def one_device_recipe(arguments: argparse.Namespace, clock: Clock, folder: str) -> run.Partial:
+    """The recipe on one device, at the asked sizes, without validation and checkpoints."""
+    recipe = RECIPES[arguments.recipe]()
+    set_precision(recipe, arguments.precision)
+    trainer, strategy = recipe.trainer, recipe.trainer.strategy
+    trainer.num_nodes = trainer.devices = 1
+    strategy.tensor_model_parallel_size = strategy.pipeline_model_parallel_size = 1
+    strategy.sequence_parallel = strategy.ddp.overlap_grad_reduce = strategy.ddp.overlap_param_gather = False
+    trainer.max_steps = arguments.warmup + arguments.steps
+    trainer.limit_val_batches = 0
+    trainer.enable_checkpointing = False
+    trainer.callbacks = [*trainer.callbacks, clock]
+    recipe.log.ckpt = None
+    recipe.log.log_dir = folder
+    recipe.data.seq_length = recipe.model.config.seq_length = arguments.length
+    recipe.data.global_batch_size = arguments.sequences
+    recipe.data.micro_batch_size = arguments.micro_batch or arguments.sequences
+    recipe.model.transformer_impl = arguments.transformer_impl
+    recipe.model.attention_backend = arguments.attention_backend
+    for assignment in arguments.set:
+        path, value = assignment.split("=", 1)
+        *parents, field = path.split(".")
+        target = recipe
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, field, json.loads(value))
+    return recipe
+
+
+def measure(arguments: argparse.Namespace) -> dict:
+    """Train for the asked number of steps; returns the row of the table."""
+    clock = Clock(profile_at=arguments.warmup + 2 if arguments.profile else None)
+    with tempfile.TemporaryDirectory() as folder:
+        fdl.build(one_device_recipe(arguments, clock, folder))()
+    step = statistics.median(clock.seconds()[arguments.warmup :])
+    tokens = arguments.sequences * arguments.length
+    model = clock.pl_module
+    flops = train_flops_per_token(model.config, model.logical_vocab_size, arguments.length)
+    if arguments.profile:
+        with open(arguments.profile, "w") as file:
+            for column in ("self_device_time_total", "self_cpu_time_total"):
+                file.write(clock.profiler.key_averages().table(sort_by=column, row_limit=60, max_name_column_width=90))
+    return {
+        "recipe": arguments.recipe,
+        "layers": arguments.transformer_impl,
+        "attention": arguments.attention_backend,
+        "precision": arguments.precision,
+        "sequences": f"{arguments.sequences} x {arguments.length}",
+        "set": " ".join(arguments.set),
+        "tokens/s": round(tokens / step),
+        "step ms": round(step * 1000, 1),
+        "MFU %": round(100 * tokens / step * flops / H200_BF16_FLOPS, 1),
+        "peak GB": round(torch.cuda.max_memory_allocated() / 1e9, 1),
+        "first loss": round(float(clock.losses[0]), 3),
+        "last loss": round(float(clock.losses[-1]), 3),
+    }
+
+
+def main() -> None:
+    """Parse the command line, run the recipe, print the row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", choices=sorted(RECIPES), metavar="RECIPE", help="as --factory takes it")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences per optimizer step")
+    parser.add_argument("--micro-batch", type=int, help="sequences per micro-batch; default: all of them")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument("--steps", type=int, default=30, help="measured optimizer steps")
+    parser.add_argument("--warmup", type=int, default=10, help="optimizer steps before them")
+    parser.add_argument("--precision", default="bf16", help="fp32, bf16, fp16 or fp8")
+    parser.add_argument("--transformer-impl", default="auto", help="auto, local or transformer_engine")
+    parser.add_argument("--attention-backend", default="auto", help="auto, sdpa, te or eager")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=JSON", help="any field of the recipe")
+    parser.add_argument("--profile", metavar="FILE", help="write the costliest kernels of three steps")
+    parser.add_argument("--json", metavar="FILE", help="append the row as a line of JSON")
+    arguments = parser.parse_args()
+    row = measure(arguments)
+    print("  ".join(f"{name}: {value}" for name, value in row.items() if value != ""))
+    if arguments.json:
+        with open(arguments.json, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Triton kernels for pointwise work that would otherwise dominate a step. Imported only where a GPU is used."""

@@ -1,0 +1,65 @@
+"""A quiet console: NeMo, Lightning and their friends say much at import and in a run that no user can act on."""
+
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+
+_LOUD_LOGGERS = (
+    "datasets",
+    "lightning",
+    "lightning.pytorch",
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.fabric",
+    "megatron",
+    "megatron.core",
+    "modelopt",
+    "nemo_logger",
+    "nv_one_logger",
+    "torch.distributed",
+    "transformers",
+)
+
+
+def import_nemo_quietly() -> None:
+    """Import NeMo's language model collection without its output, then let only errors through.
+
+    What was swallowed is printed if the import fails. Warnings are off for this process and its children.
+    """
+    warnings.filterwarnings("ignore")
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    with swallowed_output():
+        from nemo.collections import llm  # noqa: F401
+        from nemo.utils import logging as nemo_logging
+    # NeMo switches warnings on again.
+    warnings.filterwarnings("ignore")
+    for name in _LOUD_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    nemo_logging.setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def swallowed_output() -> Iterator[None]:
+    """Keep everything written to standard output and error, by C code too, unless the block raises."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(1), os.dup(2)]
+    with tempfile.TemporaryFile() as swallowed:
+        os.dup2(swallowed.fileno(), 1)
+        os.dup2(swallowed.fileno(), 2)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for descriptor, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, descriptor)
+                os.close(copy)
+            if failed:
+                swallowed.seek(0)
+                sys.stderr.write(swallowed.read().decode(errors="replace"))
