@@ -4,6 +4,7 @@
 """
 
 import os
+import signal
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
@@ -11,15 +12,18 @@ import nemo.lightning as nl
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from nemo.collections import llm
 from nemo.collections.llm import GPTConfig
 from nemo.lightning.megatron_parallel import CallbackMethods
-from nemo.lightning.pytorch.optim import MegatronOptimizerModule
+from nemo.lightning.pytorch.optim import CosineAnnealingScheduler, MegatronOptimizerModule
 from torch.utils.data import Dataset
 
 from nemo_dllm.collections.diffusion.data.base_datamodule import DiffusionDataModule
+from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
 from nemo_dllm.collections.diffusion.models.loss import DiffusionLossReduction
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+from nemo_dllm.collections.diffusion.training.resume import ResumeLatest
 from nemo_dllm.connectors.config import hf_to_nemo_config
 from nemo_dllm.connectors.load import export_hf_tensors, load_hf_weights
 
@@ -80,9 +84,9 @@ def trainer_of(folder, rank=0, ranks=1, **fields):
     )
 
 
-def optimizer_of(lr, distributed=False, **fields):
+def optimizer_of(lr, distributed=False, lr_scheduler=None, **fields):
     config = OptimizerConfig(optimizer="adam", lr=lr, use_distributed_optimizer=distributed, **fields)
-    return MegatronOptimizerModule(config)
+    return MegatronOptimizerModule(config, lr_scheduler=lr_scheduler)
 
 
 class DoublePrecisionMDLM(MDLMModel):
@@ -184,6 +188,68 @@ def trajectory(folder, rank, ranks, micro_batch_size, hf_path, rows, noise, obje
     trainer = trainer_of(folder, rank, ranks, max_steps=steps, callbacks=[callback])
     trainer.fit(model, RowsDataModule(rows, micro_batch_size, len(rows["tokens"]) // steps))
     torch.save(callback.kept, folder / f"trajectory{rank}")
+
+
+class StepRecorder(pl.Callback, CallbackMethods):
+    """Writes what each step saw and left behind, and ends the process without warning at the start of a step."""
+
+    def __init__(self, folder, rank, killed_after):
+        self.folder, self.rank, self.killed_after, self.inputs = folder, rank, killed_after, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.killed_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.inputs = []
+
+    def on_megatron_microbatch_start(self, step, batch):
+        self.inputs.append(batch.input_ids)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        kept = {
+            "loss": outputs["loss"].clone(),
+            "inputs": torch.cat(self.inputs),
+            "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
+            "weights": {name: parameter.data.clone() for name, parameter in pl_module.module.named_parameters()},
+        }
+        torch.save(kept, self.folder / f"step{trainer.global_step}.{self.rank}")
+
+
+def train(
+    folder, rank, ranks, run_folder, config, micro_batch_size=2, distributed=False, validation=False, killed_after=None
+):
+    """Ten steps of four samples with a checkpoint after every five, going on from the latest one in ``run_folder``."""
+    torch.manual_seed(0)
+    recorder = StepRecorder(folder, rank, killed_after)
+    trainer = trainer_of(
+        folder,
+        rank,
+        ranks,
+        max_steps=10,
+        callbacks=[recorder],
+        enable_checkpointing=True,
+        val_check_interval=3,
+        limit_val_batches=1.0 if validation else 0,
+    )
+    llm.pretrain(
+        model=MDLMModel(GPTConfig(**config), MaskedDiffusion()),
+        data=MockDataModule(
+            vocab_size=200, seq_length=12, micro_batch_size=micro_batch_size, global_batch_size=4, num_val_rows=4
+        ),
+        trainer=trainer,
+        log=nl.NeMoLogger(
+            name="run",
+            log_dir=str(run_folder),
+            use_datetime_version=False,
+            ckpt=nl.ModelCheckpoint(every_n_train_steps=5, save_top_k=-1, save_last=False, monitor="step"),
+        ),
+        optim=optimizer_of(
+            1e-2,
+            distributed,
+            weight_decay=0.1,
+            lr_scheduler=CosineAnnealingScheduler(warmup_steps=3, constant_steps=0, min_lr=1e-3),
+        ),
+        resume=ResumeLatest(),
+    )
 
 
 if __name__ == "__main__":

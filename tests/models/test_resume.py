@@ -1,0 +1,91 @@
+"""A run that was killed and goes on is the run that was not: losses, masks, learning rates and weights, bit for bit."""
+
+import signal
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.nemo
+
+# Killed during the eighth step; the checkpoint is that of the fifth.
+KILLED_AFTER, CHECKPOINT, STEPS = 7, 5, 10
+RUNS = {
+    "plain optimizer": {},
+    "distributed optimizer": {"distributed": True},
+    "distributed optimizer on two ranks": {"distributed": True, "ranks": 2},
+    "plain optimizer, with validation": {"validation": True},
+}
+
+
+@pytest.fixture(scope="module")
+def train(run_job, model_fields):
+    def run(run_folder, exit_code=0, **settings):
+        return run_job("train", exit_code=exit_code, run_folder=run_folder, config=model_fields["dense"], **settings)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def straight(train, tmp_path_factory):
+    """Folders of the uninterrupted runs, by name."""
+    return {name: train(tmp_path_factory.mktemp("run"), **settings) for name, settings in RUNS.items()}
+
+
+@pytest.fixture(scope="module")
+def killed(train, tmp_path_factory):
+    """Kills a run and returns its folder, in which it can go on."""
+
+    def run(**settings):
+        run_folder = tmp_path_factory.mktemp("run")
+        folder = train(run_folder, exit_code=-signal.SIGKILL, killed_after=KILLED_AFTER, **settings)
+        assert (folder / f"step{KILLED_AFTER}.0").exists()
+        assert not (folder / f"step{KILLED_AFTER + 1}.0").exists()
+        return run_folder
+
+    return run
+
+
+def step_of(folder, step, rank=0):
+    return torch.load(folder / f"step{step}.{rank}")
+
+
+def assert_same(actual, expected):
+    assert torch.equal(actual["loss"], expected["loss"])
+    assert torch.equal(actual["inputs"], expected["inputs"])
+    assert actual["learning_rate"] == expected["learning_rate"]
+    for name, weight in expected["weights"].items():
+        assert torch.equal(actual["weights"][name], weight), name
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(train, straight, killed, name):
+    settings = RUNS[name]
+    resumed = train(killed(**settings), **settings)
+    assert not (resumed / f"step{CHECKPOINT}.0").exists()
+    for rank in range(settings.get("ranks", 1)):
+        for step in range(CHECKPOINT + 1, STEPS + 1):
+            assert_same(step_of(resumed, step, rank), step_of(straight[name], step, rank))
+
+
+def test_the_comparison_would_notice_a_fresh_optimizer_or_other_data(straight):
+    """The mutated twin: no step of the run is like another, and the rate and the weights move at each."""
+    for step in range(1, STEPS):
+        a, b = (step_of(straight["plain optimizer"], s) for s in (step, step + 1))
+        assert not torch.equal(a["inputs"], b["inputs"])
+        assert a["learning_rate"] != b["learning_rate"]
+        assert a["loss"] != b["loss"]
+
+
+def test_validation_leaves_training_alone(straight):
+    for step in range(1, STEPS + 1):
+        with_it = step_of(straight["plain optimizer, with validation"], step)
+        assert_same(with_it, step_of(straight["plain optimizer"], step))
+
+
+def test_resuming_with_another_micro_batch_size_draws_the_same_masks(train, straight, killed):
+    run_folder = killed(micro_batch_size=2)
+    resumed = train(run_folder, micro_batch_size=1)
+    for step in range(CHECKPOINT + 1, STEPS + 1):
+        actual, expected = step_of(resumed, step), step_of(straight["plain optimizer"], step)
+        assert torch.equal(actual["inputs"], expected["inputs"])
+        torch.testing.assert_close(actual["loss"], expected["loss"], rtol=1e-4, atol=0)
