@@ -56,7 +56,7 @@ def build_core(single_process):
 
 
 def edit_config(folder: Path, **fields) -> None:
-    """Set fields of a config.json; None removes one."""
+    """Set fields of a config.json; ``...`` removes one."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) | fields
-    file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))

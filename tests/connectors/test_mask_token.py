@@ -88,7 +88,7 @@ def test_facts_without_tokenizer_and_dtype(make_twin):
         for name in tensors:
             tensors[name] = tensors[name].half()
 
-    twin = make_twin("qwen3", halve, torch_dtype=None)
+    twin = make_twin("qwen3", halve, torch_dtype=...)
     for file in twin.glob("*token*"):
         file.unlink()
     facts = read_facts(twin)
