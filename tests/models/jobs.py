@@ -190,11 +190,18 @@ def trajectory(folder, rank, ranks, micro_batch_size, hf_path, rows, noise, obje
     torch.save(callback.kept, folder / f"trajectory{rank}")
 
 
+def weights_of(pl_module):
+    return {name: parameter.data.clone() for name, parameter in pl_module.module.named_parameters()}
+
+
 class StepRecorder(pl.Callback, CallbackMethods):
     """Writes what each step saw and left behind, and ends the process without warning at the start of a step."""
 
-    def __init__(self, folder, rank, killed_after):
+    def __init__(self, folder, rank, killed_after=None):
         self.folder, self.rank, self.killed_after, self.inputs = folder, rank, killed_after, []
+
+    def on_train_start(self, trainer, pl_module):
+        torch.save(weights_of(pl_module), self.folder / f"start.{self.rank}")
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == self.killed_after:
@@ -209,9 +216,18 @@ class StepRecorder(pl.Callback, CallbackMethods):
             "loss": outputs["loss"].clone(),
             "inputs": torch.cat(self.inputs),
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
-            "weights": {name: parameter.data.clone() for name, parameter in pl_module.module.named_parameters()},
+            "weights": weights_of(pl_module),
         }
         torch.save(kept, self.folder / f"step{trainer.global_step}.{self.rank}")
+
+
+def train_rows(folder, rank, ranks, micro_batch_size, rows, config, steps, distributed):
+    """Trains on given rows, without weight decay; see :class:`StepRecorder`."""
+    model = MDLMModel(
+        GPTConfig(**config), MaskedDiffusion(mask_token_id=199), optim=optimizer_of(1e-2, distributed, weight_decay=0.0)
+    )
+    trainer = trainer_of(folder, rank, ranks, max_steps=steps, callbacks=[StepRecorder(folder, rank)])
+    trainer.fit(model, RowsDataModule(rows, micro_batch_size, len(rows["tokens"]) // steps))
 
 
 def train(

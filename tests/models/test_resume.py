@@ -82,10 +82,20 @@ def test_validation_leaves_training_alone(straight):
         assert_same(with_it, step_of(straight["plain optimizer"], step))
 
 
-def test_resuming_with_another_micro_batch_size_draws_the_same_masks(train, straight, killed):
-    run_folder = killed(micro_batch_size=2)
-    resumed = train(run_folder, micro_batch_size=1)
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ({"micro_batch_size": 2}, {"micro_batch_size": 1}),
+        ({"distributed": True, "ranks": 2}, {"distributed": True, "ranks": 1}),
+        ({"distributed": True, "ranks": 1}, {"distributed": True, "ranks": 2}),
+    ],
+    ids=["smaller micro-batches", "two ranks, then one", "one rank, then two"],
+)
+def test_another_layout_goes_on_with_the_same_samples_masks_and_state(train, straight, killed, before, after):
+    resumed = train(killed(**before), **after)
     for step in range(CHECKPOINT + 1, STEPS + 1):
-        actual, expected = step_of(resumed, step), step_of(straight["plain optimizer"], step)
-        assert torch.equal(actual["inputs"], expected["inputs"])
-        torch.testing.assert_close(actual["loss"], expected["loss"], rtol=1e-4, atol=0)
+        expected = step_of(straight["plain optimizer"], step)
+        parts = [step_of(resumed, step, rank) for rank in range(after.get("ranks", 1))]
+        assert torch.equal(torch.cat([part["inputs"] for part in parts]), expected["inputs"])
+        for part in parts:
+            torch.testing.assert_close(part["loss"], expected["loss"], rtol=1e-4, atol=0)
