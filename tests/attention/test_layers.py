@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_dllm.collections.diffusion.attention import layers
 from nemo_dllm.collections.diffusion.attention.core import BidirectionalAttention, EagerBidirectionalAttention
 from nemo_dllm.collections.diffusion.attention.norms import LocalLayerNorm, LocalRMSNorm
+from nemo_dllm.collections.diffusion.attention.self_attention import FusedSelfAttention
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -62,8 +63,10 @@ def modules_of(spec):
     return found
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize(
+    "name, normalization",
+    [(name, "RMSNorm") for name in CONFIGS] + [(name, "LayerNorm") for name in ("dense", "mixture of experts")],
+)
 def test_no_causal_core_and_no_norm_without_sequence_parallelism(name, normalization):
     spec = layers.diffusion_block_spec(config_of(name, normalization), transformer_impl="local")
     found = modules_of(spec)
@@ -75,6 +78,8 @@ def test_no_causal_core_and_no_norm_without_sequence_parallelism(name, normaliza
     assert norms == {{"RMSNorm": LocalRMSNorm, "LayerNorm": LocalLayerNorm}[normalization]}
     cores = [cls for place, cls in found if place.endswith("core_attention")]
     assert cores == [BidirectionalAttention] * 2
+    attentions = [layer.submodules.self_attention.module for layer in spec.layer_specs]
+    assert attentions == [FusedSelfAttention] * 2
     kinds = [layer.submodules.self_attention.params["attn_mask_type"] for layer in spec.layer_specs]
     assert kinds == [AttnMaskType.no_mask] * 2
 
@@ -102,6 +107,25 @@ def test_megatrons_own_specification_is_not_changed():
 def test_the_backend_chooses_the_core(backend, core):
     spec = layers.diffusion_block_spec(config_of("dense"), transformer_impl="local", attention_backend=backend)
     assert [layer.submodules.self_attention.submodules.core_attention for layer in spec.layer_specs] == [core] * 2
+
+
+@pytest.mark.parametrize(
+    "fields, text",
+    [
+        (
+            {"qk_layernorm": True, "normalization": "LayerNorm"},
+            "qk_layernorm=True with normalization='LayerNorm' is not",
+        ),
+        ({"multi_latent_attention": True}, "multi_latent_attention=True is not supported; choose a config with plain"),
+    ],
+    ids=["layer norm of queries and keys", "multi-latent attention"],
+)
+def test_attention_that_ours_does_not_compute_is_refused(fields, text):
+    config = TransformerConfig(**DENSE)
+    for field, value in fields.items():
+        setattr(config, field, value)
+    with pytest.raises(ValueError, match=text):
+        layers.diffusion_block_spec(config)
 
 
 @without_transformer_engine

@@ -187,15 +187,6 @@ def test_the_variants_of_rope_keep_their_meaning(build_model, fields):
     assert (build_model().eval()(tokens_BS) - expected).abs().max() > 1e-3
 
 
-def test_positions_of_each_row_and_the_fused_rotary_kernel_exclude_each_other(build_model):
-    model = build_model()
-    model.config.apply_rope_fusion = True
-    with pytest.raises(
-        ValueError, match=r"position_ids of shape \[batch, sequence\] need config\.apply_rope_fusion=Fa"
-    ):
-        model(random_tokens(2, 12), torch.arange(12).expand(2, 12))
-
-
 @torch.no_grad()
 def test_learned_positions(build_model):
     model, tokens_BS = build_model(position_embedding_type="learned_absolute").eval(), random_tokens(2, 12)
