@@ -6,7 +6,7 @@ which part of it a tensor-parallel rank holds. Layouts work on plain tensors, so
 Shape letters: R rows (dimension 0), G query groups, D rows of one head, H hidden size.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple, Protocol
@@ -54,25 +54,29 @@ class Row:
     """One line of a key table.
 
     Args:
-        megatron: names of the parameter in a single-process model, with ``{layer}`` counting from 0. Where Transformer
-            Engine's layers and Megatron's own differ, both; a model has exactly one of them.
-        hf: names of the Hugging Face tensors that it is made of, with the same ``{layer}``.
+        megatron: names of the parameter in a single-process model, with ``{layer}`` and ``{expert}`` counting from 0.
+            Where Transformer Engine's layers and Megatron's own differ, both; a model has exactly one of them.
+        hf: names of the Hugging Face tensors that it is made of, with the same ``{layer}`` and ``{expert}``.
         layout: how.
         layers: the layers that have it; None for a parameter outside the layers.
+        experts: the experts that have it; None for a parameter that no expert has.
     """
 
     megatron: tuple[str, ...]
     hf: tuple[str, ...]
     layout: Layout
-    layers: Iterable[int] | None = None
+    layers: Collection[int] | None = None
+    experts: Collection[int] | None = None
 
 
 class Entry(NamedTuple):
-    """A row spelled out for one layer."""
+    """A row spelled out for one layer and one expert."""
 
     megatron: tuple[str, ...]
     hf: tuple[str, ...]
     layout: Layout
+    of_expert: bool
+    """Whether expert parallelism, which has tensor-parallel ranks of its own, distributes it."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +91,18 @@ class KeyTable:
     rows: tuple[Row, ...]
     ignored: Mapping[str, str]
 
-    def entries(self, layers: Iterable[int] | None = None) -> list[Entry]:
-        """The rows spelled out for ``layers`` (all that they have where None) and outside of layers."""
-        chosen = None if layers is None else set(layers)
+    def entries(self, layers: Collection[int] | None = None, experts: Collection[int] | None = None) -> list[Entry]:
+        """The rows spelled out for some layers and experts (all that they have where None), and for neither."""
         return [
-            Entry(_spell(row.megatron, layer), _spell(row.hf, layer), row.layout)
+            Entry(
+                tuple(name.format(layer=layer, expert=expert) for name in row.megatron),
+                tuple(name.format(layer=layer, expert=expert) for name in row.hf),
+                row.layout,
+                row.experts is not None,
+            )
             for row in self.rows
-            for layer in ((None,) if row.layers is None else row.layers)
-            if layer is None or chosen is None or layer in chosen
+            for layer in _chosen(row.layers, layers)
+            for expert in _chosen(row.experts, experts)
         ]
 
     def reason_to_ignore(self, name: str) -> str | None:
@@ -197,8 +205,10 @@ class GatedPair:
         return [torch.cat(gates), torch.cat(ups)]
 
 
-def _spell(names: tuple[str, ...], layer: int | None) -> tuple[str, ...]:
-    return tuple(name.format(layer=layer) for name in names)
+def _chosen(existing: Collection[int] | None, asked: Collection[int] | None) -> Iterable[int | None]:
+    if existing is None:
+        return (None,)
+    return existing if asked is None else [index for index in existing if index in asked]
 
 
 def _run(index: int, length: int) -> slice:

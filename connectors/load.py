@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from nemo.utils import logging
 from torch import Tensor, nn
 
+from . import placement
 from .checkpoint_files import CONFIG_FILE, HFCheckpoint
 from .families import family_of, find_family
 from .key_table import Entry, KeyTable, ModelDimensions, Replicated, TensorRank
@@ -22,11 +22,14 @@ from .key_table import Entry, KeyTable, ModelDimensions, Replicated, TensorRank
 class Assignment(NamedTuple):
     """A parameter of this process and what it is made of."""
 
-    name: str
-    """Name in a single-process model."""
     parameter: Tensor
     entry: Entry
+    rank: TensorRank
     dimensions: ModelDimensions
+
+    def hf_shapes(self) -> list[tuple[int, ...]]:
+        """Full shapes of the Hugging Face tensors."""
+        return self.entry.layout.hf_shapes(tuple(self.parameter.shape), self.rank.size, self.dimensions)
 
 
 def load_hf_weights(model: nn.Module | Sequence[nn.Module], hf_path: str | Path) -> None:
@@ -48,14 +51,13 @@ def load_hf_weights(model: nn.Module | Sequence[nn.Module], hf_path: str | Path)
     check_same_model(config, checkpoint.config, where=checkpoint.path)
     table = family.key_table(config)
     assignments, problems = _assign(chunks, table)
-    rank = _tensor_rank()
-    problems += _differences(checkpoint, table, assignments, rank.size)
+    problems += _differences(checkpoint, table, assignments)
     if problems:
         raise ValueError(f"{checkpoint.path} does not fit the model (family {family.name}):\n" + "\n".join(problems))
     with torch.no_grad():
         for a in assignments:
             read = partial(_read, checkpoint, a.entry.hf)
-            a.parameter.copy_(a.entry.layout.read(read, tuple(a.parameter.shape), rank, a.dimensions))
+            a.parameter.copy_(a.entry.layout.read(read, tuple(a.parameter.shape), a.rank, a.dimensions))
 
 
 def _read(checkpoint: HFCheckpoint, names: tuple[str, ...], index: int, **part: slice) -> Tensor:
@@ -65,8 +67,9 @@ def _read(checkpoint: HFCheckpoint, names: tuple[str, ...], index: int, **part: 
 def export_hf_tensors(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """The model's weights under their Hugging Face names, one after the other, on the CPU, in the parameters' dtype.
 
-    With tensor parallelism every rank of the group must draw them all, and gets whole tensors; with pipeline
-    parallelism each stage yields its own. Tied embeddings are one tensor; padding rows of the vocabulary stay.
+    With tensor parallelism every rank of the group must draw them all, and gets whole tensors; with pipeline and expert
+    parallelism each rank yields its own layers and experts. Tied embeddings are one tensor; padding rows of the
+    vocabulary stay behind.
 
     Args:
         model: as for :func:`load_hf_weights`.
@@ -113,12 +116,11 @@ def _written(assignments: list[Assignment]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parts_of_all_ranks(a: Assignment) -> list[Tensor]:
-    size = _tensor_rank().size
     part = a.parameter.detach()
-    if size == 1 or isinstance(a.entry.layout, Replicated):
+    if a.rank.size == 1 or isinstance(a.entry.layout, Replicated):
         return [part]
-    parts = [torch.empty_like(part) for _ in range(size)]
-    dist.all_gather(parts, part.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    parts = [torch.empty_like(part) for _ in range(a.rank.size)]
+    dist.all_gather(parts, part.contiguous(), group=placement.tensor_group(a.entry))
     return parts
 
 
@@ -126,27 +128,23 @@ def _assign(chunks: list[nn.Module], table: KeyTable) -> tuple[list[Assignment],
     """Give every parameter of this process its entry; what is left over on either side are problems."""
     assignments, unknown, absent = [], [], []
     for chunk in chunks:
-        entries = table.entries(layer.layer_number - 1 for layer in chunk.decoder.layers)
+        entries = placement.entries_of(chunk, table)
         entry_of = {name: entry for entry in entries for name in entry.megatron}
-        parameters = {_global_name(chunk, name): parameter for name, parameter in chunk.named_parameters()}
+        parameters = placement.parameters_of(chunk)
         dimensions = _dimensions(chunk)
-        assignments += [
-            Assignment(name, parameter, entry_of[name], dimensions)
-            for name, parameter in parameters.items()
-            if name in entry_of
-        ]
-        unknown += parameters.keys() - entry_of.keys()
-        absent += [
-            " or ".join(entry.megatron)
-            for entry in entries
-            if _belongs_to(chunk, entry) and parameters.keys().isdisjoint(entry.megatron)
-        ]
+        for name, parameter in parameters.items():
+            if name in entry_of:
+                entry = entry_of[name]
+                assignments.append(Assignment(parameter, entry, placement.tensor_rank(entry), dimensions))
+            else:
+                unknown.append(name)
+        absent += [" or ".join(entry.megatron) for entry in entries if parameters.keys().isdisjoint(entry.megatron)]
     return assignments, _listed(
         {"parameters that no tensor of the checkpoint fills": unknown, "parameters that the model lacks": absent}
     )
 
 
-def _differences(checkpoint: HFCheckpoint, table: KeyTable, assignments: list[Assignment], ranks: int) -> list[str]:
+def _differences(checkpoint: HFCheckpoint, table: KeyTable, assignments: list[Assignment]) -> list[str]:
     """Tensors that are absent, unknown or of another shape. The first two are checked for the whole model."""
     expected = {name for entry in table.entries() for name in entry.hf}
     unknown = []
@@ -159,9 +157,7 @@ def _differences(checkpoint: HFCheckpoint, table: KeyTable, assignments: list[As
     wrong_shapes = [
         f"{name} is {list(checkpoint.shapes[name])}, the model needs {list(shape)}"
         for a in assignments
-        for name, shape in zip(
-            a.entry.hf, a.entry.layout.hf_shapes(tuple(a.parameter.shape), ranks, a.dimensions), strict=True
-        )
+        for name, shape in zip(a.entry.hf, a.hf_shapes(), strict=True)
         if name in checkpoint.shapes and checkpoint.shapes[name] != tuple(shape)
     ]
     return _listed(
@@ -181,26 +177,6 @@ def _chunks(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return [model] if isinstance(model, nn.Module) else list(model)
 
 
-def _global_name(chunk: nn.Module, name: str) -> str:
-    """Layers count from 0 in every pipeline stage; their own numbers count through the model, from 1."""
-    prefix = "decoder.layers."
-    if not name.startswith(prefix):
-        return name
-    index, rest = name.removeprefix(prefix).split(".", 1)
-    return f"{prefix}{chunk.decoder.layers[int(index)].layer_number - 1}.{rest}"
-
-
-def _belongs_to(chunk: nn.Module, entry: Entry) -> bool:
-    """Whether this pipeline stage has the entry's parameter; its layers are chosen already."""
-
-    def held(name: str) -> bool:
-        if name.startswith("decoder.layers."):
-            return True
-        return chunk.pre_process if name.startswith("embedding.") else chunk.post_process
-
-    return any(map(held, entry.megatron))
-
-
 def _dimensions(chunk: nn.Module) -> ModelDimensions:
     config = chunk.config
     return ModelDimensions(
@@ -208,10 +184,4 @@ def _dimensions(chunk: nn.Module) -> ModelDimensions:
         query_groups=config.num_query_groups,
         head_dim=config.kv_channels,
         vocab_size=getattr(chunk, "logical_vocab_size", chunk.vocab_size),
-    )
-
-
-def _tensor_rank() -> TensorRank:
-    return TensorRank(
-        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     )

@@ -107,28 +107,39 @@ def test_a_rank_asks_for_its_vocabulary_rows_only(rank, asked):
     assert torch.equal(part[len(TABLE[asked]) :], torch.zeros(4 - len(TABLE[asked]), 2))
 
 
-def test_a_table_spells_rows_out_for_the_layers_asked_for():
-    table = KeyTable(
-        rows=(
-            Row(("embedding",), ("embed",), SplitRows()),
-            Row(("layers.{layer}.a", "layers.{layer}.b"), ("h.{layer}.a",), Replicated(), range(3)),
-            Row(("layers.{layer}.c",), ("h.{layer}.c",), Replicated(), (1, 2)),
-        ),
-        ignored={"h.*.inv_freq": "computed"},
-    )
-    assert [entry.hf for entry in table.entries()] == [
+TABLE_OF_ROWS = KeyTable(
+    rows=(
+        Row(("embedding",), ("embed",), SplitRows()),
+        Row(("layers.{layer}.a", "layers.{layer}.b"), ("h.{layer}.a",), Replicated(), range(3)),
+        Row(("layers.{layer}.c{expert}",), ("h.{layer}.c.{expert}",), Replicated(), (1, 2), range(2)),
+    ),
+    ignored={"h.*.inv_freq": "computed"},
+)
+
+
+def test_a_table_spells_all_rows_out():
+    assert [entry.hf for entry in TABLE_OF_ROWS.entries()] == [
         ("embed",),
         ("h.0.a",),
         ("h.1.a",),
         ("h.2.a",),
-        ("h.1.c",),
-        ("h.2.c",),
+        ("h.1.c.0",),
+        ("h.1.c.1",),
+        ("h.2.c.0",),
+        ("h.2.c.1",),
     ]
-    assert [entry.megatron for entry in table.entries([0, 1])] == [
-        ("embedding",),
-        ("layers.0.a", "layers.0.b"),
-        ("layers.1.a", "layers.1.b"),
-        ("layers.1.c",),
+
+
+def test_a_table_spells_rows_out_for_the_layers_and_experts_asked_for():
+    entries = TABLE_OF_ROWS.entries(layers=[0, 1], experts=[1])
+    assert [(entry.megatron, entry.of_expert) for entry in entries] == [
+        (("embedding",), False),
+        (("layers.0.a", "layers.0.b"), False),
+        (("layers.1.a", "layers.1.b"), False),
+        (("layers.1.c1",), True),
     ]
-    assert table.reason_to_ignore("h.12.inv_freq") == "computed"
-    assert table.reason_to_ignore("h.12.a") is None
+
+
+def test_a_table_knows_why_a_tensor_is_not_used():
+    assert TABLE_OF_ROWS.reason_to_ignore("h.12.inv_freq") == "computed"
+    assert TABLE_OF_ROWS.reason_to_ignore("h.12.a") is None
