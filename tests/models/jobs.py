@@ -56,14 +56,16 @@ class RowsDataModule(DiffusionDataModule):
         return Rows(self.tensors, self.global_batch_size)
 
 
-def trainer_of(folder, rank=0, ranks=1, **fields):
-    """A trainer on ``ranks`` processes that meet in ``folder``."""
+def trainer_of(folder, rank=0, ranks=1, layout=None, **fields):
+    """A trainer on ``ranks`` processes that meet in ``folder``; ``layout`` are fields of Megatron's strategy."""
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks))
     strategy = nl.MegatronStrategy(
         ckpt_async_save=False,
         replace_progress_bar=False,
         ddp=DistributedDataParallelConfig(check_for_nan_in_grad=False),
+        pipeline_dtype=torch.float32,
+        **(layout or {}),
     )
     strategy.store = torch.distributed.FileStore(str(folder / "store"), ranks)
     return nl.Trainer(
@@ -178,14 +180,14 @@ class Trajectory(pl.Callback, CallbackMethods):
         self.kept["weights"].append(dict(export_hf_tensors(pl_module.module.module)))
 
 
-def trajectory(folder, rank, ranks, micro_batch_size, hf_path, rows, noise, objective, optimizer, steps):
+def trajectory(folder, rank, ranks, layout, micro_batch_size, hf_path, rows, noise, objective, optimizer, steps):
     """Trains on given rows and draws, in their order; writes what :class:`Trajectory` keeps."""
     callback = Trajectory()
     model = FromCheckpoint(
         hf_to_nemo_config(hf_path), RecordedNoise(**objective, **noise), optim=optimizer_of(clip_grad=0.0, **optimizer)
     )
     model.hf_path = hf_path
-    trainer = trainer_of(folder, rank, ranks, max_steps=steps, callbacks=[callback])
+    trainer = trainer_of(folder, rank, ranks, layout, max_steps=steps, callbacks=[callback])
     trainer.fit(model, RowsDataModule(rows, micro_batch_size, len(rows["tokens"]) // steps))
     torch.save(callback.kept, folder / f"trajectory{rank}")
 
@@ -231,9 +233,19 @@ def train_rows(folder, rank, ranks, micro_batch_size, rows, config, steps, distr
 
 
 def train(
-    folder, rank, ranks, run_folder, config, micro_batch_size=2, distributed=False, validation=False, killed_after=None
+    folder,
+    rank,
+    ranks,
+    run_folder,
+    config,
+    micro_batch_size=2,
+    global_batch_size=4,
+    distributed=False,
+    validation=False,
+    seed=1234,
+    killed_after=None,
 ):
-    """Ten steps of four samples with a checkpoint after every five, going on from the latest one in ``run_folder``."""
+    """Ten steps with a checkpoint after every five, going on from the latest one in ``run_folder``."""
     torch.manual_seed(0)
     recorder = StepRecorder(folder, rank, killed_after)
     trainer = trainer_of(
@@ -247,9 +259,13 @@ def train(
         limit_val_batches=1.0 if validation else 0,
     )
     llm.pretrain(
-        model=MDLMModel(GPTConfig(**config), MaskedDiffusion()),
+        model=MDLMModel(GPTConfig(**config), MaskedDiffusion(seed=seed)),
         data=MockDataModule(
-            vocab_size=200, seq_length=12, micro_batch_size=micro_batch_size, global_batch_size=4, num_val_rows=4
+            vocab_size=200,
+            seq_length=12,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=global_batch_size,
+            num_val_rows=4,
         ),
         trainer=trainer,
         log=nl.NeMoLogger(

@@ -99,3 +99,18 @@ def test_another_layout_goes_on_with_the_same_samples_masks_and_state(train, str
         assert torch.equal(torch.cat([part["inputs"] for part in parts]), expected["inputs"])
         for part in parts:
             torch.testing.assert_close(part["loss"], expected["loss"], rtol=1e-4, atol=0)
+
+
+def test_a_resumed_run_keeps_the_noise_it_began_with(train, straight, killed):
+    """Whatever seed the recipe names now, and with twice the global batch: samples keep their masks."""
+    resumed = train(killed(), seed=7, global_batch_size=8)
+    before = [step_of(straight["plain optimizer"], step)["inputs"] for step in range(CHECKPOINT + 1, STEPS + 1)]
+    for step in (6, 7):
+        twice = torch.cat(before[2 * (step - 6) : 2 * (step - 6) + 2])
+        assert torch.equal(step_of(resumed, step)["inputs"], twice)
+
+
+def test_another_seed_would_be_noticed(train, straight, tmp_path_factory):
+    """The mutated twin."""
+    other = train(tmp_path_factory.mktemp("run"), seed=7)
+    assert not torch.equal(step_of(other, 1)["inputs"], step_of(straight["plain optimizer"], 1)["inputs"])

@@ -26,6 +26,12 @@ RUNS = {
     "plain optimizer, two micro-batches": {"ranks": 1, "micro_batch_size": 2},
     "distributed optimizer": {"ranks": 1, "micro_batch_size": 4, "distributed": True},
     "distributed optimizer on two ranks": {"ranks": 2, "micro_batch_size": 2, "distributed": True},
+    "tensor parallel": {"ranks": 2, "micro_batch_size": 4, "layout": {"tensor_model_parallel_size": 2}},
+    "tensor and sequence parallel": {
+        "ranks": 2,
+        "micro_batch_size": 2,
+        "layout": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    },
 }
 TWINS = {
     "logits of the left neighbour": {"right_shift": True},
@@ -39,7 +45,7 @@ TWINS = {
 def train(run_job):
     """Runs the ten steps and returns the folder of results; ``changes`` are fields of the objective."""
 
-    def run(ranks=1, micro_batch_size=4, distributed=False, pads_attended=False, beta1=0.9, **changes):
+    def run(ranks=1, layout=None, micro_batch_size=4, distributed=False, pads_attended=False, beta1=0.9, **changes):
         rows = {
             "tokens": RECORDED["input_ids"].flatten(0, 1),
             "loss_mask": RECORDED["labels"].flatten(0, 1) != -100,
@@ -50,6 +56,7 @@ def train(run_job):
         return run_job(
             "trajectory",
             ranks,
+            layout=layout,
             micro_batch_size=micro_batch_size,
             hf_path=CHECKPOINT,
             rows=rows,
@@ -93,8 +100,9 @@ def largest_loss_error(results, steps=STEPS):
 def test_the_model_sees_the_recorded_inputs(run):
     (settings, results), expected = run, RECORDED["model_input_ids"].flatten(0, 1)
     size = settings["micro_batch_size"]
-    # With several ranks, the first one's micro-batches.
-    rows = [expected[start : start + size] for start in range(0, len(expected), size * settings["ranks"])]
+    data_ranks = 1 if "layout" in settings else settings["ranks"]
+    # With several data-parallel ranks, the first one's micro-batches.
+    rows = [expected[start : start + size] for start in range(0, len(expected), size * data_ranks)]
     assert torch.equal(torch.cat(results["inputs"]), torch.cat(rows))
 
 
@@ -109,7 +117,7 @@ def test_losses(run):
 def test_gradients(run):
     """Those of step 1, and the norm over all of them at each step."""
     settings, results = run
-    if settings["ranks"] > 1:
+    if settings.get("distributed") and settings["ranks"] > 1:
         pytest.skip("a rank of the distributed optimizer holds a share of the gradients")
     for name in FACTS["selected_tensors"]:
         expected = RECORDED[f"grad_step1.{name}"]
@@ -151,7 +159,8 @@ def test_a_wrong_optimizer_would_be_noticed(train):
     assert largest_loss_error(results) > 5e-3
 
 
-def test_both_ranks_end_with_the_same_weights(train):
-    folder = train(**RUNS["distributed optimizer on two ranks"])
+@pytest.mark.parametrize("name", [name for name, settings in RUNS.items() if settings["ranks"] > 1])
+def test_both_ranks_end_with_the_same_weights(train, name):
+    folder = train(**RUNS[name])
     first, second = results_of(folder, 0)["weights"][-1], results_of(folder, 1)["weights"][-1]
     assert all(torch.equal(first[name], second[name]) for name in first)
