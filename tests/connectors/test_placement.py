@@ -21,7 +21,7 @@ def tree(names):
 
 @pytest.fixture
 def second_half(monkeypatch):
-    """The Megatron GPT of the second of two pipeline stages and expert-parallel ranks: layers 2 and 3, experts 2 and 3."""
+    """The second of two pipeline stages and of two expert-parallel ranks: layers 2 and 3, experts 2 and 3."""
     from megatron.core import parallel_state
 
     monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 2)
