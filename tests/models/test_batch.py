@@ -42,7 +42,7 @@ def test_targets_by_hand():
     assert batch.targets.loss_weight_N.tolist() == [2.0, 2.0, 1.0, 1.0]
     assert batch.nll_weight_N.tolist() == [2.0, 2.0, 1.0, 1.0]
     assert batch.time_bucket_N.tolist() == [4, 4, 9, 9]
-    assert (batch.count, batch.maskable) == (6, 6)
+    assert (batch.count, batch.counts_3.tolist()) == (6, [6, 6, 4])
     assert batch.key_mask is None
 
 
@@ -52,7 +52,7 @@ def test_under_the_right_shift_a_targets_logit_stands_one_position_before_it():
     assert batch.input_ids.tolist() == [[10, 11, MASK, 13], [20, MASK, MASK, 23]]
     assert batch.targets.row_N.tolist() == [1 * 2 + 0, 0 * 2 + 1, 1 * 2 + 1]
     assert batch.targets.token_N.tolist() == [12, 21, 22]
-    assert (batch.count, batch.maskable) == (5, 5)
+    assert (batch.count, batch.counts_3.tolist()) == (5, [5, 5, 3])
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_norms_differ_in_weights_and_count_but_not_in_the_likelihood_bound(norm,
     assert batch.targets.loss_weight_N.tolist() == weights
     assert batch.count == count
     assert batch.nll_weight_N.tolist() == [2, 2, 1, 1]
-    assert batch.maskable == 6
+    assert batch.counts_3[1] == 6
 
 
 def test_uniform_weights_leave_the_likelihood_bound_alone():
@@ -87,7 +87,7 @@ def test_nothing_maskable():
     batch = corrupt_batch(batch_of(loss_mask=torch.zeros(2, 4, dtype=torch.bool)), objective_of(), validation=False)
     assert torch.equal(batch.input_ids, TOKENS_BL)
     assert batch.targets.row_N.shape == batch.targets.token_N.shape == batch.targets.loss_weight_N.shape == (0,)
-    assert (batch.count, batch.maskable) == (0, 0)
+    assert (batch.count, batch.counts_3.tolist()) == (0, [0, 0, 0])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def micro_batch(nll, loss_weight, nll_weight, bucket, count, maskable):
         nll_weight_N=torch.tensor(nll_weight),
         time_bucket_N=torch.tensor(bucket, dtype=torch.long),
         count=count,
-        maskable=maskable,
+        counts_3=torch.tensor([count, maskable, len(nll)], dtype=torch.float64),
     )
     return batch, HeadOutput((nll_N * loss_weight_N).sum(), nll_N)
 

@@ -4,6 +4,7 @@ Model, data step, head, loss reduction, gradient scaling and optimizer are the r
 given. Tolerances are those of the recording, which was checked in float64.
 """
 
+import functools
 import json
 from pathlib import Path
 
@@ -80,10 +81,16 @@ def results_of(folder, rank=0):
     return torch.load(folder / f"trajectory{rank}")
 
 
-@pytest.fixture(scope="module", params=RUNS)
-def run(request, train):
+@pytest.fixture(scope="module")
+def folder_of(train):
+    """The folder of one of ``RUNS``, which runs at the first call."""
+    return functools.cache(lambda name: train(**RUNS[name]))
+
+
+@pytest.fixture(params=RUNS)
+def run(request, folder_of):
     """One of ``RUNS`` and its results on the first rank."""
-    return RUNS[request.param], results_of(train(**RUNS[request.param]))
+    return RUNS[request.param], results_of(folder_of(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +167,7 @@ def test_a_wrong_optimizer_would_be_noticed(train):
 
 
 @pytest.mark.parametrize("name", [name for name, settings in RUNS.items() if settings["ranks"] > 1])
-def test_both_ranks_end_with_the_same_weights(train, name):
-    folder = train(**RUNS[name])
+def test_both_ranks_end_with_the_same_weights(folder_of, name):
+    folder = folder_of(name)
     first, second = results_of(folder, 0)["weights"][-1], results_of(folder, 1)["weights"][-1]
     assert all(torch.equal(first[name], second[name]) for name in first)

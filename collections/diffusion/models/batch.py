@@ -27,8 +27,9 @@ class DiffusionBatch(NamedTuple):
     """int64 in [0, NUM_TIME_BUCKETS): time of each target's sequence, in equal steps over (0, 1]."""
     count: int
     """Denominator of the loss."""
-    maskable: int
-    """Tokens that could have been masked: the denominator of the likelihood bound."""
+    counts_3: Tensor
+    """fp64: ``count``, then the tokens that could have been masked (the denominator of the likelihood bound), then
+    those that were. On the device, so that no metric waits for it."""
 
 
 def corrupt_batch(batch: dict, objective, *, validation: bool) -> DiffusionBatch:
@@ -58,7 +59,7 @@ def corrupt_batch(batch: dict, objective, *, validation: bool) -> DiffusionBatch
         nll_weight_N=noised.nll_weight[sample_N, position_N],
         time_bucket_N=bucket_B[sample_N],
         count=int(noised.count),
-        maskable=int(noised.maskable.sum()),
+        counts_3=torch.stack([noised.count, noised.maskable.sum(), noised.masked.sum()]).double(),
     )
 
 

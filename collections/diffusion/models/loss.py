@@ -11,7 +11,7 @@ from nemo_dllm.collections.diffusion.models.batch import NUM_TIME_BUCKETS, Diffu
 from nemo_dllm.collections.diffusion.models.core import HeadOutput
 
 # Layout of a report: sums over targets, then two sums for each time bucket.
-_SCALARS = ("loss_sum", "count", "nll_bound_sum", "maskable", "masked")
+_SCALARS = ("loss_sum", "nll_bound_sum", "count", "maskable", "masked")
 
 
 class LossTotals:
@@ -35,12 +35,17 @@ class LossTotals:
     @property
     def loss(self) -> Tensor:
         """The loss as optimised; 0 where nothing was maskable."""
-        return self.report[0] / self.report[1].clamp(min=1)
+        return self.report[0] / self.report[2].clamp(min=1)
+
+    @property
+    def nll_bound_sum(self) -> Tensor:
+        """The likelihood bound summed over tokens, in nats."""
+        return self.report[1]
 
     @property
     def nll_bound(self) -> Tensor:
         """Upper bound of the negative log-likelihood per maskable token, in nats (negative ELBO)."""
-        return self.report[2] / self.report[3].clamp(min=1)
+        return self.nll_bound_sum / self.report[3].clamp(min=1)
 
     @property
     def mask_ratio(self) -> Tensor:
@@ -61,13 +66,8 @@ def report(batch: DiffusionBatch, output: HeadOutput) -> Tensor:
     buckets_2K = torch.zeros(2, NUM_TIME_BUCKETS, dtype=torch.float64, device=device)
     buckets_2K[0].index_add_(0, batch.time_bucket_N, nll_N)
     buckets_2K[1].index_add_(0, batch.time_bucket_N, torch.ones_like(nll_N))
-    scalars = torch.zeros(len(_SCALARS), dtype=torch.float64, device=device)
-    scalars[0] = output.loss_sum.detach()
-    scalars[1] = batch.count
-    scalars[2] = torch.dot(nll_N, batch.nll_weight_N.double())
-    scalars[3] = batch.maskable
-    scalars[4] = nll_N.numel()
-    return torch.cat([scalars, buckets_2K.flatten()])
+    sums_2 = torch.stack([output.loss_sum.detach().double(), torch.dot(nll_N, batch.nll_weight_N.double())])
+    return torch.cat([sums_2, batch.counts_3, buckets_2K.flatten()])
 
 
 class DiffusionLossReduction(MegatronLossReduction):

@@ -88,7 +88,7 @@ class DiffusionMetrics(pl.Callback):
         metrics = likelihood_metrics(totals, "validation")
         num_bytes = getattr(trainer.datamodule, "num_validation_bytes", None)
         if num_bytes:
-            metrics["validation/bits_per_byte"] = totals.report[2].item() / math.log(2) / num_bytes
+            metrics["validation/bits_per_byte"] = totals.nll_bound_sum.item() / math.log(2) / num_bytes
         self._log(trainer, metrics)
         # Validation is no training time.
         self._logged_time += time.perf_counter() - self._validation_began
