@@ -40,12 +40,16 @@ def build_core(single_process):
     from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
     from nemo_dllm.connectors.config import hf_to_nemo_config
 
-    def build(path, attention_backend="sdpa", tokenizer=None, **fields):
+    def build(path, attention_backend="sdpa", tokenizer=None, transformer_impl="auto", **fields):
         config = hf_to_nemo_config(path)
         for name, value in fields.items():
             setattr(config, name, value)
         model = MDLMModel(
-            config, MaskedDiffusion(mask_token_id=196), tokenizer=tokenizer, attention_backend=attention_backend
+            config,
+            MaskedDiffusion(mask_token_id=196),
+            tokenizer=tokenizer,
+            transformer_impl=transformer_impl,
+            attention_backend=attention_backend,
         )
         model.configure_model()
         for parameter in model.module.parameters():

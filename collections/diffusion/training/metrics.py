@@ -35,8 +35,8 @@ class DiffusionMetrics(pl.Callback):
     """Logs training metrics every ``trainer.log_every_n_steps`` steps and validation metrics after each validation.
 
     Training: loss, likelihood and perplexity bound, mask ratio, NLL by time, gradient norm, learning rate, tokens per
-    second, MFU, peak memory (GB). Validation: the same likelihood metrics over all rows, and bits per byte where the
-    data module knows the bytes of its validation rows.
+    second, MFU, peak memory (GB). Validation: the same likelihood metrics over all rows, and bits per byte, beside
+    those of the training text's token frequencies alone, where the data module knows the bytes of its validation rows.
 
     Args:
         peak_flops: FLOP/s of one device, the denominator of the MFU; without CUDA no MFU is logged.
@@ -48,6 +48,7 @@ class DiffusionMetrics(pl.Callback):
         self.validation_totals: LossTotals | None = None
         self.latest: dict[str, float] = {}
         """The metrics that were logged last, training and validation."""
+        self._unigram_bits_per_byte: float | None = None
         self._logged_step = 0
         self._logged_time = 0.0
 
@@ -86,9 +87,12 @@ class DiffusionMetrics(pl.Callback):
         """Log the sums over all validation rows."""
         totals = _from_last_stage(self.validation_totals)
         metrics = likelihood_metrics(totals, "validation")
-        num_bytes = getattr(trainer.datamodule, "num_validation_bytes", None)
-        if num_bytes:
-            metrics["validation/bits_per_byte"] = totals.nll_bound_sum.item() / math.log(2) / num_bytes
+        if hasattr(trainer.datamodule, "num_validation_bytes"):
+            nats_per_byte = totals.nll_bound_sum.item() / trainer.datamodule.num_validation_bytes
+            metrics["validation/bits_per_byte"] = nats_per_byte / math.log(2)
+            if self._unigram_bits_per_byte is None:
+                self._unigram_bits_per_byte = trainer.datamodule.unigram_bits_per_byte()
+            metrics["validation/unigram_bits_per_byte"] = self._unigram_bits_per_byte
         self._log(trainer, metrics)
         # Validation is no training time.
         self._logged_time += time.perf_counter() - self._validation_began

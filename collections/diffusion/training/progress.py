@@ -67,6 +67,8 @@ class RunProgress(ProgressBar):
         line = f"step {trainer.global_step}: validation NLL bound {metrics['validation/nll_bound']:.3f} nats per token"
         if "validation/bits_per_byte" in metrics:
             line += f", {metrics['validation/bits_per_byte']:.3f} bits per byte"
+        if "validation/unigram_bits_per_byte" in metrics:
+            line += f" (unigram baseline {metrics['validation/unigram_bits_per_byte']:.3f})"
         self._console.print(line)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -1,0 +1,29 @@
+# make quickstart [TEXT=file-or-folder] [RESUME=1]   train, validate and sample a small model
+# make test                                          what CI runs
+# make lint
+
+VENV ?= .venv
+PYTHON ?= python3.11
+TORCH ?= torch==2.13.0
+RUN_FOLDER ?= runs
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test lint
+
+quickstart: $(VENV)/installed
+	PATH="$(abspath $(BIN)):$$PATH" ./quickstart.sh "$(RUN_FOLDER)" "$(TEXT)" "$(RESUME)"
+
+test: $(VENV)/installed lint
+	$(BIN)/pip check
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# torch first: the other packages would bring another build of it.
+$(VENV)/installed: pyproject.toml constraints-py311.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints-py311.txt "$(TORCH)"
+	$(BIN)/pip install -q -c constraints-py311.txt -e ".[dev]"
+	touch $@
