@@ -7,11 +7,13 @@ from functools import partial
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_dllm.collections.diffusion.attention.core import BidirectionalAttention, EagerBidirectionalAttention
+from nemo_dllm.collections.diffusion.attention.mlp import FusedMLP
 from nemo_dllm.collections.diffusion.attention.norms import LOCAL_NORMS
 from nemo_dllm.collections.diffusion.attention.self_attention import FusedSelfAttention
 
@@ -94,12 +96,14 @@ def _core_attention(backend: str) -> type:
 
 
 def _swap(layer: ModuleSpec, *, core_attention: type, norm: type | None) -> ModuleSpec:
-    """Copy a layer's spec with our self-attention, another core attention and, given one, another norm."""
+    """Copy a layer's spec with our fused modules, another core attention and, given one, another norm."""
     layer = copy.deepcopy(layer)
     attention = layer.submodules.self_attention
     attention.module = FusedSelfAttention
     attention.params = {**attention.params, "attn_mask_type": AttnMaskType.no_mask}
     attention.submodules.core_attention = core_attention
+    if layer.submodules.mlp.module is MLP:
+        layer.submodules.mlp.module = FusedMLP
     if norm is not None:
         for submodules, names in (
             (layer.submodules, ("input_layernorm", "pre_mlp_layernorm")),
