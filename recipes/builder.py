@@ -14,7 +14,7 @@ from nemo.lightning.pytorch.optim import CosineAnnealingScheduler, MegatronOptim
 
 from nemo_dllm.collections.diffusion.training.metrics import DiffusionMetrics
 from nemo_dllm.collections.diffusion.training.progress import RunProgress
-from nemo_dllm.collections.diffusion.training.resume import ResumeLatest
+from nemo_dllm.collections.diffusion.training.resume import ResumedCounters, ResumeLatest
 
 _HALF = {"autocast_enabled": False, "grad_reduce_in_fp32": True}
 PRECISIONS = {
@@ -147,7 +147,7 @@ def _trainer(layout: Layout, schedule: Schedule) -> run.Config:
         num_nodes=layout.num_nodes,
         devices=layout.gpus_per_node,
         strategy=strategy,
-        callbacks=[run.Config(DiffusionMetrics), run.Config(RunProgress)],
+        callbacks=[run.Config(DiffusionMetrics), run.Config(RunProgress), run.Config(ResumedCounters)],
         max_steps=schedule.max_steps,
         val_check_interval=schedule.validation_interval,
         check_val_every_n_epoch=None,

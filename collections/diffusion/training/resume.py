@@ -1,8 +1,10 @@
-"""Which checkpoint a run goes on from."""
+"""Which checkpoint a run goes on from, and at which step."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import lightning.pytorch as pl
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from nemo.lightning import AutoResume, io
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from nemo.utils import AppState, logging
@@ -112,3 +114,26 @@ class ResumeLatest(AutoResume):
                 f"there is no complete checkpoint in {folder}; resume.resume_ignore_no_checkpoint=True starts anew"
             )
         return found
+
+
+class ResumedCounters(pl.Callback):
+    """Lets Lightning count a resumed run's batches as it counts those of an uninterrupted run.
+
+    Validation then runs after the same steps, and once more after the last one. On its own, Lightning restores the
+    batches of the epoch one short where the checkpoint was saved during a training step, and takes optimizer steps off
+    a number of micro-batches to know how many are left: a larger global batch could end the epoch early, and a new
+    epoch would feed the samples since the checkpoint again.
+    """
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count from the optimizer step of the checkpoint."""
+        fit_loop = trainer.fit_loop
+        if not fit_loop.restarting:
+            return
+        step = trainer.global_step
+        batches = fit_loop.epoch_loop.batch_progress
+        for count in (batches.total, batches.current):
+            count.ready = count.started = count.processed = count.completed = step
+        # The fetcher has as many micro-batches to go as its length exceeds the steps.
+        fit_loop._data_fetcher.length = step + (trainer.max_steps - step) * get_num_microbatches()
+        fit_loop.max_batches = fit_loop._data_fetcher.length
