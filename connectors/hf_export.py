@@ -12,12 +12,13 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 from nemo.lightning import io
 
 from ..collections.diffusion.models.model import DiffusionModel
+from ..collections.diffusion.single_process import single_process
+from .build import build_on_cpu
 from .checkpoint_files import CONFIG_FILE, DEFAULT_SHARD_SIZE, refuse_existing, write_hf_checkpoint
 from .companions import companion_files, read_origin
 from .config import diffusion_hf_config
 from .families import family_of
 from .load import export_hf_tensors
-from .one_process import build_on_cpu, one_process
 
 # NeMo saves the Megatron model as a child of its own module.
 _MODULE_PREFIX = "module."
@@ -79,7 +80,15 @@ def export_hf_checkpoint(
 
 @contextmanager
 def loaded_checkpoint(nemo_path: str | Path) -> Iterator[DiffusionModel]:
+    """As :func:`load_nemo_checkpoint`, on Megatron's parallel state of one process."""
+    with single_process():
+        yield load_nemo_checkpoint(nemo_path)
+
+
+def load_nemo_checkpoint(nemo_path: str | Path) -> DiffusionModel:
     """The model of a NeMo checkpoint, with its weights, whole on the CPU, in the dtype of the checkpoint.
+
+    It needs ``single_process``, as long as the model is in use.
 
     Raises:
         FileNotFoundError: where there is no checkpoint.
@@ -93,19 +102,13 @@ def loaded_checkpoint(nemo_path: str | Path) -> Iterator[DiffusionModel]:
     model = io.load_context(nemo_path, subpath="model")
     if not isinstance(model, DiffusionModel):
         raise ValueError(f"{nemo_path} holds a {type(model).__name__}, not a diffusion model")
-    dtype = _stored_dtype(nemo_path / "weights")
-    model.config.params_dtype = dtype
-    model.config.bf16 = model.config.fp16 = False  # No wrapper that casts inputs and outputs.
-    with one_process():
-        build_on_cpu(model)
-        for parameter in model.module.parameters():  # Norms are fp32 until a precision plugin casts them.
-            parameter.data = parameter.data.to(dtype)
-        weights = str(nemo_path / "weights")
-        metadata = dist_checkpointing.load_content_metadata(weights)
-        state = model.module.sharded_state_dict(prefix=_MODULE_PREFIX, metadata=metadata)
-        loaded = dist_checkpointing.load({"state_dict": state}, weights)["state_dict"]
-        model.module.load_state_dict({name.removeprefix(_MODULE_PREFIX): value for name, value in loaded.items()})
-        yield model
+    build_on_cpu(model, dtype=_stored_dtype(nemo_path / "weights"))
+    weights = str(nemo_path / "weights")
+    metadata = dist_checkpointing.load_content_metadata(weights)
+    state = model.module.sharded_state_dict(prefix=_MODULE_PREFIX, metadata=metadata)
+    loaded = dist_checkpointing.load({"state_dict": state}, weights)["state_dict"]
+    model.module.load_state_dict({name.removeprefix(_MODULE_PREFIX): value for name, value in loaded.items()})
+    return model
 
 
 def _stored_dtype(weights: Path) -> torch.dtype:

@@ -11,6 +11,8 @@ from nemo.lightning import io
 from nemo.lightning.io.pl import TrainerContext
 
 from ..collections.diffusion.models.model import DiffusionModel
+from ..collections.diffusion.single_process import single_process
+from .build import build_on_cpu
 from .checkpoint_files import HFCheckpoint, refuse_existing, replace_folder, unfinished_sibling
 from .companions import FOLDER, copy_companions, read_origin
 from .config import hf_to_nemo_config
@@ -18,7 +20,6 @@ from .facts import CheckpointFacts, read_facts
 from .families import find_family
 from .load import check_same_model, load_hf_weights
 from .mask_token import MaskToken, find_mask_token, load_hf_tokenizer, mask_token_at
-from .one_process import build_on_cpu, one_process
 
 
 def import_hf_checkpoint(
@@ -103,7 +104,7 @@ def _convert(target: DiffusionModel, hf_path: Path, nemo_path: Path) -> None:
     )
     trainer.state.fn = TrainerFn.FITTING  # Else nothing is saved.
     trainer.strategy.connect(target)
-    with one_process():
+    with single_process():
         trainer.strategy.setup_environment()
         build_on_cpu(target)
         load_hf_weights(target.module, hf_path)
