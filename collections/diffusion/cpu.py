@@ -8,6 +8,10 @@ CUDA device exists, nothing on import, and calling it twice is the same as calli
 import contextlib
 import functools
 import multiprocessing
+import os
+import threading
+import time
+from multiprocessing.managers import SyncManager
 
 import torch
 
@@ -213,8 +217,22 @@ def _adapt_nemo() -> None:
 
 @functools.cache
 def _results_queue():
-    """Megatron spawns the process behind this queue, for CUDA's sake; that imports the user's script once more."""
-    return multiprocessing.get_context("fork").Manager().Queue()
+    """Megatron spawns the process behind this queue, for CUDA's sake; that imports the user's script once more.
+
+    It also leaves that process behind when the run is killed, with the run's output still open.
+    """
+    manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+    manager.start(initializer=_end_with_parent, initargs=(os.getpid(),))
+    return manager.Queue()
+
+
+def _end_with_parent(parent: int) -> None:
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _add_cpu_state(self, name: str, seed: int) -> None:

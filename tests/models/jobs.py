@@ -3,6 +3,7 @@
 ``job["function"]`` names the function here that takes the rest. Results are files in a folder of the test.
 """
 
+import multiprocessing
 import os
 import signal
 from dataclasses import dataclass
@@ -207,6 +208,8 @@ class StepRecorder(pl.Callback, CallbackMethods):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == self.killed_after:
+            children = " ".join(str(child.pid) for child in multiprocessing.active_children())
+            (self.folder / f"children.{self.rank}").write_text(children)
             os.kill(os.getpid(), signal.SIGKILL)
         self.inputs = []
 
