@@ -1,5 +1,7 @@
 """The tasks that recipes run: NeMo's, after a check of the settings that belong to several objects at once."""
 
+import difflib
+import inspect
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -7,6 +9,7 @@ from nemo import lightning as nl
 from nemo.collections import llm
 from nemo.lightning.pytorch.callbacks import PEFT
 from nemo.lightning.pytorch.optim import OptimizerModule
+from torch.nn.parallel import DistributedDataParallel
 
 from nemo_dllm.collections.diffusion.attention.layers import have_transformer_engine
 from nemo_dllm.collections.diffusion.data.batch_sizes import check_batch_sizes
@@ -57,6 +60,7 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
         ValueError: names fields, values and a fix.
     """
     strategy, config = trainer.strategy, model.config
+    _check_fields(strategy)
     model_size = (
         strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size * strategy.context_parallel_size
     )
@@ -77,3 +81,11 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
         )
     if getattr(trainer.precision_plugin.dtype_config, "fp8", None) and not have_transformer_engine():
         raise ValueError("precision fp8 needs Transformer Engine, which is not installed; install the extra `te`")
+
+
+def _check_fields(strategy: nl.MegatronStrategy) -> None:
+    """Refuse what the strategy does not know; it hands any other field on to torch, which never looks at it."""
+    for field in strategy._ddp_kwargs.keys() - inspect.signature(DistributedDataParallel).parameters.keys():
+        known = inspect.signature(nl.MegatronStrategy).parameters
+        similar = difflib.get_close_matches(field, known) or sorted(known)
+        raise ValueError(f"trainer.strategy has no field {field}; did you mean {' or '.join(similar)}?")
