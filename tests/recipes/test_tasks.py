@@ -1,0 +1,106 @@
+"""The check before a run: each refusal names the fields, their values and a fix."""
+
+import pytest
+
+pytestmark = pytest.mark.nemo
+
+
+@pytest.fixture(scope="module")
+def check():
+    import fiddle as fdl
+
+    from nemo_dllm.recipes.tasks import check_settings
+
+    def run(recipe):
+        check_settings(*(fdl.build(getattr(recipe, field)) for field in ("model", "data", "trainer")))
+
+    return run
+
+
+def test_devices_that_the_model_does_not_divide(check, tiny):
+    tiny.trainer.devices, tiny.trainer.num_nodes = 6, 3
+    tiny.trainer.strategy.tensor_model_parallel_size = 2
+    tiny.trainer.strategy.pipeline_model_parallel_size = 2
+    tiny.trainer.strategy.context_parallel_size = 5
+    with pytest.raises(
+        ValueError,
+        match="trainer.devices x trainer.num_nodes = 6 x 3 = 18 is not divisible by tensor x pipeline x context "
+        "parallel size = 2 x 2 x 5 = 20; change trainer.devices or the sizes of trainer.strategy",
+    ):
+        check(tiny)
+    tiny.trainer.num_nodes = 10
+    tiny.data.global_batch_size = 96
+    check(tiny)
+
+
+@pytest.mark.parametrize("global_batch_size, nearest", [(48, "32 or 64"), (16, "32"), (80, "64 or 96"), (64, None)])
+def test_batch_that_the_ranks_do_not_divide(check, tiny, global_batch_size, nearest):
+    """Four devices, two to a model: two ranks read micro-batches of 16."""
+    tiny.trainer.devices = 4
+    tiny.trainer.strategy.tensor_model_parallel_size = 2
+    tiny.data.micro_batch_size, tiny.data.global_batch_size = 16, global_batch_size
+    if nearest is None:
+        check(tiny)
+        return
+    with pytest.raises(
+        ValueError,
+        match=f"global_batch_size={global_batch_size} is not a multiple of micro_batch_size=16 x data_parallel_size=2 "
+        f"= 32; set global_batch_size={nearest}$",
+    ):
+        check(tiny)
+
+
+def test_sequence_longer_than_the_positions(check, tiny):
+    tiny.model.config.max_position_embeddings = 128
+    check(tiny)
+    tiny.data.seq_length = 129
+    with pytest.raises(
+        ValueError,
+        match="data.seq_length=129 is longer than the model's positions, model.config.max_position_embeddings=128; "
+        "choose a shorter sequence",
+    ):
+        check(tiny)
+
+
+def test_fp8_needs_transformer_engine(check, tiny, monkeypatch):
+    from nemo_dllm.recipes import tasks
+    from nemo_dllm.recipes.builder import set_precision
+
+    set_precision(tiny, "fp8")
+    monkeypatch.setattr(tasks, "have_transformer_engine", lambda: True)
+    check(tiny)
+    monkeypatch.setattr(tasks, "have_transformer_engine", lambda: False)
+    with pytest.raises(
+        ValueError, match="fp8 needs Transformer Engine, which is not installed; install the extra `te`"
+    ):
+        check(tiny)
+
+
+def test_misspelt_field_of_the_strategy(check, tiny):
+    """The strategy takes any keyword, so neither nemo_run nor NeMo would say a word."""
+    tiny.trainer.strategy.tensor_model_paralel_size = 2
+    with pytest.raises(
+        ValueError,
+        match="trainer.strategy has no field tensor_model_paralel_size; did you mean tensor_model_parallel_size or",
+    ):
+        check(tiny)
+
+
+def test_what_torch_itself_takes_is_let_through(check, tiny):
+    tiny.trainer.strategy.find_unused_parameters = False
+    check(tiny)
+
+
+@pytest.mark.parametrize("task", ["pretrain", "finetune"])
+def test_both_tasks_check_before_they_build(task, tiny, tmp_path):
+    import fiddle as fdl
+
+    from nemo_dllm.recipes import tasks
+
+    tiny.log.log_dir = str(tmp_path)
+    tiny.data.seq_length = 10**6
+    built = fdl.build(tiny).keywords
+    with pytest.raises(ValueError, match="data.seq_length=1000000 is longer"):
+        getattr(tasks, task)(**built)
+    assert not hasattr(built["model"], "module")
+    assert list(tmp_path.iterdir()) == []
