@@ -51,6 +51,7 @@ class DiffusionMetrics(pl.Callback):
         self._unigram_bits_per_byte: float | None = None
         self._logged_step = 0
         self._logged_time = 0.0
+        self._paused_time: float | None = None
 
     def on_megatron_reduce_microbatches_end(self, step, loss_reduction: DiffusionLossReduction) -> None:
         """Called on the last pipeline stage once a global batch is done."""
@@ -64,6 +65,17 @@ class DiffusionMetrics(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
         self._logged_step, self._logged_time = trainer.global_step, time.perf_counter()
+        self._paused_time = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module, batch, batch_idx) -> None:
+        """Go on with the clock, which stands still for validations and checkpoints."""
+        if self._paused_time is not None:
+            self._logged_time += time.perf_counter() - self._paused_time
+            self._paused_time = None
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict) -> None:
+        """Stop the clock."""
+        self._pause()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module, outputs, batch, batch_idx) -> None:
         """Log every ``trainer.log_every_n_steps`` optimizer steps."""
@@ -79,13 +91,16 @@ class DiffusionMetrics(pl.Callback):
         self._logged_step, self._logged_time = trainer.global_step, time.perf_counter()
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget the previous validation."""
-        self._validation_began = time.perf_counter()
+        """Stop the clock and forget the previous validation."""
+        self._pause()
         self.validation_totals = None
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the sums over all validation rows."""
         totals = _from_last_stage(self.validation_totals)
+        # NeMo's own value, which names and ranks checkpoints, is a mean over global batches that gives the first of
+        # them a weight of one and the others that of a micro-batch.
+        pl_module.log("val_loss", totals.loss.float(), on_epoch=True)
         metrics = likelihood_metrics(totals, "validation")
         if hasattr(trainer.datamodule, "num_validation_bytes"):
             nats_per_byte = totals.nll_bound_sum.item() / trainer.datamodule.num_validation_bytes
@@ -94,8 +109,10 @@ class DiffusionMetrics(pl.Callback):
                 self._unigram_bits_per_byte = trainer.datamodule.unigram_bits_per_byte()
             metrics["validation/unigram_bits_per_byte"] = self._unigram_bits_per_byte
         self._log(trainer, metrics)
-        # Validation is no training time.
-        self._logged_time += time.perf_counter() - self._validation_began
+
+    def _pause(self) -> None:
+        if self._paused_time is None:
+            self._paused_time = time.perf_counter()
 
     def _throughput(self, trainer: pl.Trainer, pl_module, steps: int) -> dict[str, float]:
         data = trainer.datamodule
