@@ -256,3 +256,11 @@ def test_rows_count_positions_first(model_of):
     # The first and the last row are the same either way.
     assert (right.nll_N - wrong.nll_N)[[0, 3, 4]].abs().min() > 1e-3
     assert torch.equal(right.nll_N[[1, 2]], wrong.nll_N[[1, 2]])
+
+
+def test_experts_build_and_run_with_nemos_default_of_grouped_products(build_model):
+    """Grouped products need a kernel of Transformer Engine; local layers run expert by expert."""
+    model = build_model(**{**MIXTURE, "moe_grouped_gemm": True})
+    logits_BSV = model(torch.randint(0, 200, (2, 12)))
+    assert logits_BSV.shape == (2, 12, 200)
+    assert torch.isfinite(logits_BSV).all()

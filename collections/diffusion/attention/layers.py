@@ -75,6 +75,9 @@ def diffusion_block_spec(
             f"qk_layernorm=True with normalization={config.normalization!r} is not supported; only RMSNorm is"
         )
     use_te = transformer_impl == "transformer_engine" or (transformer_impl == "auto" and have_transformer_engine())
+    if not use_te:
+        # Both are kernels of Transformer Engine; without it experts run one after another.
+        config.moe_grouped_gemm = config.moe_permute_fusion = False
     if attention_backend == "auto":
         attention_backend = "te" if use_te else "sdpa"
     block = get_gpt_decoder_block_spec(
