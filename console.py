@@ -7,6 +7,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 _LOUD_LOGGERS = (
     "datasets",
@@ -17,28 +18,44 @@ _LOUD_LOGGERS = (
     "megatron",
     "megatron.core",
     "modelopt",
-    "nemo_logger",
     "nv_one_logger",
+    "pytorch_lightning",
     "torch.distributed",
     "transformers",
 )
 
 
 def import_nemo_quietly() -> None:
-    """Import NeMo's language model collection without its output, then let only errors through.
+    """Import NeMo's language model collection without its output, then let only errors and our messages through.
 
-    What was swallowed is printed if the import fails. Warnings are off for this process and its children.
+    What was swallowed is printed if the import fails. Warnings are off for this process and its children. NeMo's log
+    files stay complete.
     """
     warnings.filterwarnings("ignore")
     os.environ["PYTHONWARNINGS"] = "ignore"
     with swallowed_output():
         from nemo.collections import llm  # noqa: F401
-        from nemo.utils import logging as nemo_logging
     # NeMo switches warnings on again.
     warnings.filterwarnings("ignore")
     for name in _LOUD_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    nemo_logging.setLevel(logging.ERROR)
+    _let_through_only_errors_and_ours()
+
+
+def _let_through_only_errors_and_ours() -> None:
+    def passes(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR or _is_ours(Path(record.pathname))
+
+    for handler in logging.getLogger("nemo_logger").handlers:
+        if type(handler) is logging.StreamHandler:
+            handler.addFilter(passes)
+            handler.setFormatter(logging.Formatter("%(message)s"))
+
+
+def _is_ours(file: Path) -> bool:
+    package = Path(__file__).parent
+    # A virtual environment may lie in the checkout.
+    return file.is_relative_to(package) and "site-packages" not in file.relative_to(package).parts
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def import_hf_checkpoint(
         target = type(model)(
             hf_to_nemo_config(hf_path),
             replace(model.objective, mask_token_id=mask_token.id),
-            tokenizer=_nemo_tokenizer(companions, mask_token),
+            tokenizer=nemo_tokenizer(companions, mask_token),
             transformer_impl=model.transformer_impl,
             attention_backend=model.attention_backend,
         )
@@ -136,7 +136,8 @@ def _check_same_shift(objective, facts: CheckpointFacts) -> None:
         )
 
 
-def _nemo_tokenizer(folder: Path, mask_token: MaskToken) -> AutoTokenizer | None:
+def nemo_tokenizer(folder: Path, mask_token: MaskToken) -> AutoTokenizer | None:
+    """NeMo's tokenizer of a Hugging Face checkpoint, with the mask token; None where the folder has no tokenizer."""
     hf_tokenizer = load_hf_tokenizer(folder)
     if hf_tokenizer is None:
         return None

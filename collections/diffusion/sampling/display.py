@@ -19,8 +19,8 @@ MASK_CHARACTER = "░"
 PLAIN_FRAMES = 6
 _STYLES = {"mask": "dim", "new": "bold black on green", "old": ""}
 # An untrained model emits escape bytes, which would reach the terminal as commands. C0 has visible counterparts.
-_VISIBLE_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
-_VISIBLE_CONTROLS |= {code: "\N{REPLACEMENT CHARACTER}" for code in range(0x7F, 0xA0)}
+VISIBLE_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+VISIBLE_CONTROLS |= {code: "\N{REPLACEMENT CHARACTER}" for code in range(0x7F, 0xA0)}
 
 Decode = Callable[[list[int]], str]
 
@@ -70,7 +70,7 @@ def canvas_text(step: DenoiseStep, decode: Decode) -> Text:
             continue
         kinds = ["new" if new[position] else "old" for position in positions]
         for piece, kind in _styled_pieces([tokens[position] for position in positions], kinds, decode):
-            text.append(piece.translate(_VISIBLE_CONTROLS), _STYLES[kind])
+            text.append(piece.translate(VISIBLE_CONTROLS), _STYLES[kind])
     return text
 
 

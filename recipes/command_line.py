@@ -1,0 +1,165 @@
+"""``nemo llm pretrain`` and ``nemo llm finetune`` inside another command: nemo_run's own, with less output."""
+
+import difflib
+import inspect
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import nemo_run as run
+import typer
+from nemo.utils import AppState
+from nemo.utils.get_rank import is_global_rank_zero
+from nemo_run.cli import api
+from nemo_run.cli.cli_parser import CLIException, ParseError
+from nemo_run.cli.lazy import LazyEntrypoint
+
+from nemo_dllm.recipes.builder import RECIPES
+
+# A configuration of Megatron has two hundred fields.
+MAX_LISTED = 40
+
+
+def run_task(task: Callable, arguments: list[str], *, verbose: bool) -> None:
+    """Run a task of ``nemo llm`` as that command does, without asking first.
+
+    Args:
+        task: ``nemo.collections.llm.pretrain`` or ``finetune``.
+        arguments: of the command, as of ``nemo llm pretrain``.
+        verbose: print all that nemo_run prints, the whole configuration to begin with.
+
+    Raises:
+        ValueError: for an argument that cannot be read; names the nearest known ones.
+        Exception: whatever the run raises.
+    """
+    entrypoint = task.cli_entrypoint
+    app = typer.Typer(pretty_exceptions_enable=False)
+    # With --verbose nemo_run passes exceptions on.
+    arguments = ["--yes", "--verbose", *arguments]
+    if verbose:
+        entrypoint.cli(app)
+        app(args=arguments, standalone_mode=False)
+        return
+    context_class, entrypoint.run_ctx_cls = entrypoint.run_ctx_cls, QuietRun
+    try:
+        entrypoint.cli(app)
+    finally:
+        entrypoint.run_ctx_cls = context_class
+    with _without_announcements():
+        app(args=arguments, standalone_mode=False)
+
+
+class QuietRun(api.RunContext):
+    """nemo_run's context without a table of the configuration before a run; after it, a word on where things are."""
+
+    def parse_fn(self, fn: Callable, args: list[str], **defaults: object) -> run.Partial:
+        """Read recipe and overrides.
+
+        Raises:
+            ValueError: for a missing or unknown recipe, and overrides that do not fit it.
+        """
+        for argument in args:
+            if argument.startswith("-") or "=" not in argument:
+                raise ValueError(f"{argument} is neither an option of nemo llm {fn.__name__} nor FIELD=VALUE")
+        if not self.factory and not self.yaml:
+            raise ValueError("no recipe is named; add --factory NAME (`nemo-dllm recipes` lists them) or --yaml FILE")
+        factory = LazyEntrypoint(fn, factory=self.factory, yaml=self.yaml)._factory_
+        try:
+            recipe = LazyEntrypoint(fn, factory=factory).resolve(ctx=self)
+        except CLIException as error:
+            raise ValueError(f"--factory {factory}: {_explain(error, _parameters_of_recipe(factory))}") from error
+        except ValueError as error:
+            if "No matching factory" not in str(error):
+                raise
+            raise ValueError(_no_such_recipe(factory, fn.__name__)) from error
+        try:
+            return super().parse_fn(fn, args, **defaults)
+        except CLIException as error:
+            raise ValueError(_explain(error, recipe)) from error
+
+    def _execute_task(self, fn: Callable, task_args: list[str]) -> None:
+        if self.dryrun or self.repl or self.to_yaml or self.to_toml or self.to_json:
+            super()._execute_task(fn, task_args)
+            return
+        run.run(
+            self.parse_fn(fn, task_args),
+            name=self.name,
+            executor=self.executor,
+            plugins=self.plugins,
+            direct=self.direct or self.executor is None,
+            detach=self.detach,
+        )
+        if self.executor is None and is_global_rank_zero():
+            _print_places()
+
+
+def _print_places() -> None:
+    folder = AppState().log_dir
+    if folder is None:
+        return
+    folder = Path(os.path.relpath(folder)) if Path(folder).is_relative_to(Path.cwd()) else Path(folder)
+    print(f"checkpoints: {folder / 'checkpoints'}")
+    print(f"logs: {folder} (tensorboard --logdir {folder / 'tensorboard'})")
+    print(f"sample: nemo-dllm generate {folder} --prompt TEXT")
+
+
+@contextmanager
+def _without_announcements() -> Iterator[None]:
+    """nemo_run prints that it configures its options, and logs errors that it raises as well."""
+    parser_log = logging.getLogger(CLIException.__module__)
+    level = parser_log.level
+    parser_log.setLevel(logging.CRITICAL)
+    api.print = lambda *_: None
+    try:
+        yield
+    finally:
+        del api.print
+        parser_log.setLevel(level)
+
+
+def _no_such_recipe(factory: str, command: str) -> str:
+    name = re.match(r"[\w.]*", factory)[0]
+    if name in RECIPES:
+        other = {"pretrain": "finetune", "finetune": "pretrain"}[command]
+        return f"--factory {name} is a recipe of `{other}`, not of `{command}`"
+    near = _near(name, RECIPES)
+    return f"--factory {name} is unknown; {near or 'see'} (`nemo-dllm recipes` lists all)"
+
+
+def _explain(error: CLIException, recipe: run.Partial | dict) -> str:
+    """One line about what nemo_run says in several, with the whole recipe in them.
+
+    Args:
+        error: of reading an override.
+        recipe: the recipe without overrides, or the parameters by name where they are at fault.
+    """
+    if isinstance(error, ParseError) and isinstance(error.reason, dict):
+        key, value, expected = (error.reason[name] for name in ("key", "value", "expected_type"))
+        return f"{key}={value} cannot be read as {getattr(expected, '__name__', expected)}"
+    key = error.context.get("key", error.arg)
+    *parents, field = key.split(".")
+    owner = recipe
+    for parent in parents:
+        owner = getattr(owner, parent, None)
+    if owner is None:
+        return f"{key} is unknown"
+    fields = _fields(owner)
+    known = ", ".join(fields) if len(fields) <= MAX_LISTED else f"the fields of {owner.__fn_or_cls__.__name__}"
+    return f"{key} is unknown; {_near(field, fields, '.'.join([*parents, ''])) or f'known: {known}'}"
+
+
+def _near(name: str, known: dict | list, prefix: str = "") -> str:
+    matches = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(prefix + match for match in matches)}?" if matches else ""
+
+
+def _fields(owner: run.Partial | dict) -> list[str]:
+    return list(owner) if isinstance(owner, dict) else list(inspect.signature(owner.__fn_or_cls__).parameters)
+
+
+def _parameters_of_recipe(factory: str) -> dict:
+    name = factory.partition("(")[0]
+    return dict(inspect.signature(RECIPES[name]).parameters) if name in RECIPES else {}
