@@ -101,8 +101,9 @@ def _print_places() -> None:
     if folder is None:
         return
     folder = Path(os.path.relpath(folder)) if Path(folder).is_relative_to(Path.cwd()) else Path(folder)
+    tensorboard = folder / "tensorboard"
     print(f"checkpoints: {folder / 'checkpoints'}")
-    print(f"logs: {folder} (tensorboard --logdir {folder / 'tensorboard'})")
+    print(f"logs: {folder}" + (f" (tensorboard --logdir {tensorboard})" if tensorboard.is_dir() else ""))
     print(f"sample: nemo-dllm generate {folder} --prompt TEXT")
 
 

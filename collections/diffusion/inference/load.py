@@ -66,7 +66,7 @@ class LoadedModel:
 
     @property
     def seq_length(self) -> int:
-        """Tokens per sample in training."""
+        """Tokens of the longest sample in training."""
         return self.config.seq_length
 
     @property
@@ -150,8 +150,10 @@ def _load_hf_checkpoint(path: Path) -> DiffusionModel:
     mask_token = mask_token_at(
         facts.mask_token_id, load_hf_tokenizer(path), checkpoint.config, find_family(checkpoint.config)
     )
+    config = hf_to_nemo_config(path)
+    config.seq_length = getattr(config, "max_position_embeddings", config.seq_length)
     model = MDLMModel(
-        hf_to_nemo_config(path),
+        config,
         MaskedDiffusion(mask_token_id=mask_token.id, right_shift=facts.right_shift),
         tokenizer=nemo_tokenizer(path, mask_token),
     )

@@ -50,5 +50,8 @@ def print_generated(
     if seed is None:
         seed = torch.seed() % 2**31
     config = model.sampler_config(seed=seed, **settings)
+    length = len(model.encode(prompt)) + config.max_new_tokens
+    if length > model.seq_length:
+        print(f"note: {length} tokens are more than the {model.seq_length} of the training samples", file=sys.stderr)
     text = generate_text(model, prompt, config, show_on=Console(stderr=True) if watch else None)
     print(text.translate(VISIBLE_CONTROLS) if sys.stdout.isatty() else text)

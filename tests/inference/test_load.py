@@ -1,0 +1,85 @@
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.nemo
+
+
+@pytest.fixture(scope="module")
+def load_checkpoint(single_process):
+    from nemo_dllm.collections.diffusion.inference import load_checkpoint
+
+    return load_checkpoint
+
+
+@pytest.fixture(scope="module")
+def golden(hf_folder, model):
+    return {name: tensor.to(model.device) for name, tensor in load_file(hf_folder / "golden.safetensors").items()}
+
+
+def test_the_denoiser_gives_the_recorded_logits(model, golden):
+    tolerance = 1e-4 if model.device.type == "cuda" else 2e-5
+    logits = model.denoiser(golden["input_ids"])
+    torch.testing.assert_close(logits, golden["logits"], rtol=0, atol=tolerance)
+    real = golden["padded_attention_mask"].bool()
+    padded = model.denoiser(golden["padded_input_ids"], key_mask_BT=real)
+    torch.testing.assert_close(padded[real], golden["padded_logits"][real], rtol=0, atol=tolerance)
+
+
+def test_the_denoiser_is_for_inference(model, golden):
+    assert not model.denoiser(golden["input_ids"]).requires_grad
+    assert not model.core.training
+
+
+def test_a_nemo_checkpoint_is_the_same_model(load_checkpoint, model, nemo_folder, golden):
+    imported = load_checkpoint(nemo_folder)
+    assert torch.equal(imported.denoiser(golden["input_ids"]), model.denoiser(golden["input_ids"]))
+    assert (imported.mask_token_id, imported.right_shift) == (model.mask_token_id, model.right_shift) == (196, False)
+    assert imported.encode("w5 w7") == model.encode("w5 w7")
+
+
+def test_the_shift_is_the_checkpoints(load_checkpoint, hf_twin):
+    assert load_checkpoint(hf_twin(right_shift_logits=True)).sampler_config().right_shift
+
+
+def test_text_and_tokens(model):
+    assert model.encode("w5 w7") == [5, 7]
+    assert model.decode([5, 192, 7]) == "w5 w7"
+    assert model.seq_length == 512
+
+
+def test_what_the_checkpoint_decides_about_sampling(model):
+    config = model.sampler_config(max_new_tokens=3)
+    assert (config.max_new_tokens, config.eos_token_id, config.right_shift) == (3, 192, False)
+    # 196 is the mask token, which samplers never choose; beyond it no id has a text.
+    assert config.suppress_token_ids == (197, 198, 199)
+
+
+def test_without_a_tokenizer_there_are_only_ids(load_checkpoint, hf_twin):
+    folder = hf_twin(without=("tokenizer*", "special_tokens*"), mask_token_id=150)
+    loaded = load_checkpoint(folder)
+    assert loaded.mask_token_id == 150
+    assert loaded.sampler_config().suppress_token_ids == ()
+    with pytest.raises(ValueError, match="the checkpoint has no tokenizer"):
+        loaded.encode("w5")
+
+
+def test_half_precision_is_kept_where_it_is_fast(load_checkpoint, hf_twin, golden):
+    folder = hf_twin(dtype="bfloat16")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    loaded = load_checkpoint(folder)
+    logits = loaded.denoiser(golden["input_ids"])
+    assert logits.dtype == (torch.bfloat16 if loaded.device.type == "cuda" else torch.float32)
+    assert (logits.float() - golden["logits"]).abs().mean() < 2e-2 * golden["logits"].std()
+
+
+def test_no_masked_diffusion_model_no_sampling(load_checkpoint, hf_twin, autoregressive_folder):
+    with pytest.raises(ValueError, match="causal attention, not a masked diffusion model"):
+        load_checkpoint(autoregressive_folder)
+    folder = hf_twin(vocab_size=196)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    save_file(tensors | {name: tensors[name][:196].clone()}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="has no mask token; set mask_token_id in its config.json"):
+        load_checkpoint(folder)
