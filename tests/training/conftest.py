@@ -1,0 +1,109 @@
+"""Runs of the smallest recipe, each in a process of its own."""
+
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+
+STEPS, INTERVAL, KILLED_AFTER = 12, 3, 7
+SEQ_LENGTH, BATCH = 16, 4
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Processes forked from one that has imported NeMo, without a CUDA device."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["nemo_dllm.recipes.tiny"])
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUDA_VISIBLE_DEVICES", "")
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A text of 600 lines that are easy to tell apart."""
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("\n".join(f"line {i} holds {i * i} and {i % 7}" for i in range(600)))
+    return file
+
+
+@pytest.fixture(scope="session")
+def run_recipe(forks, text, tmp_path_factory):
+    """Runs ``mdlm_tiny``, made smaller still, in a folder, with some of its fields edited.
+
+    Returns what recorded_run.py wrote, of each rank where there are several.
+    """
+    script = Path(__file__).with_name("recorded_run.py")
+    cache = tmp_path_factory.mktemp("cache")
+    small = {
+        "model.config.num_layers": 2,
+        "model.config.hidden_size": 32,
+        "model.config.ffn_hidden_size": 48,
+        "model.config.num_attention_heads": 2,
+        "model.config.num_query_groups": 1,
+        "model.config.kv_channels": 16,
+        "data.path": str(text),
+        "data.cache_dir": str(cache),
+        "data.vocab_size": 300,
+        "data.seq_length": SEQ_LENGTH,
+        "data.micro_batch_size": 2,
+        "data.global_batch_size": BATCH,
+        "data.num_val_rows": 8,
+        "trainer.max_steps": STEPS,
+        "trainer.val_check_interval": INTERVAL,
+        "trainer.log_every_n_steps": 2,
+        "optim.lr_scheduler.warmup_steps": 2,
+    }
+
+    def run(folder, ranks=1, killed_after=None, **edits):
+        records = tmp_path_factory.mktemp("records")
+        edits = {name.replace("__", "."): value for name, value in edits.items()}
+        processes = []
+        for rank in range(ranks):
+            job = {"folder": str(folder), "records": str(records), "rank": rank, "ranks": ranks}
+            job |= {"killed_after": killed_after, "edits": small | {"trainer.devices": ranks} | edits}
+            processes.append(forks.Process(target=runpy.run_path, args=(str(script), {"job": job}, "__main__")))
+            processes[-1].start()
+        for process in processes:
+            process.join(timeout=120)
+            if process.is_alive():
+                process.kill()
+        expected = 0 if killed_after is None else -9
+        consoles = [(records / f"console{rank}").read_text() for rank in range(ranks)]
+        assert [process.exitcode for process in processes] == [expected] * ranks, consoles[0][-3000:]
+        written = [json.loads((records / f"record{rank}").read_text()) for rank in range(ranks)]
+        for record, console in zip(written, consoles, strict=True):
+            record["console"] = console
+        return written[0] if ranks == 1 else written
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def straight_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("straight")
+
+
+@pytest.fixture(scope="session")
+def straight(run_recipe, straight_folder):
+    """The record of an uninterrupted run."""
+    return run_recipe(straight_folder)
+
+
+@pytest.fixture(scope="session")
+def killed_folder(run_recipe, tmp_path_factory):
+    """The folder of a run that was killed after a step; all its checkpoints are kept, after steps 3 and 6."""
+    folder = tmp_path_factory.mktemp("killed")
+    run_recipe(folder, killed_after=KILLED_AFTER, log__ckpt__save_top_k=-1)
+    return folder
+
+
+@pytest.fixture
+def killed(killed_folder, tmp_path):
+    """A copy of that folder to go on in."""
+    return shutil.copytree(killed_folder, tmp_path / "run")

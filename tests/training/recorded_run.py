@@ -1,0 +1,105 @@
+"""One run of ``mdlm_tiny`` as the global ``job`` asks, a dict; what it did is a JSON file of each rank.
+
+Keys of a record: ``losses``, ``samples`` and ``rates`` by step; ``validations``, a list of (step, metrics);
+``train``, a list of (step, metrics logged last); ``start``, the step; ``epoch``, the number of the last one;
+``validation_tokens`` and ``validation_bytes``. The console is in ``console`` and the rank's number.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import fiddle as fdl
+import lightning.pytorch as pl
+import torch
+
+from nemo_dllm.collections.diffusion.training.metrics import DiffusionMetrics
+from nemo_dllm.recipes.tiny import mdlm_tiny
+
+
+class Recorder(pl.Callback):
+    """Writes the record after every step, so that it outlives a kill."""
+
+    def __init__(self, file, killed_after):
+        self.file, self.killed_after, self.drawn = file, killed_after, []
+        self.record = {"losses": {}, "samples": {}, "rates": {}, "validations": [], "train": []}
+        self.write()
+
+    def watch(self, objective):
+        """Note the sample indices that training draws noise for."""
+        corrupt = objective.corrupt
+
+        def noted(tokens_BL, loss_mask_BL, sample_index_B, *, validation):
+            if not validation:
+                self.drawn += sample_index_B.tolist()
+            return corrupt(tokens_BL, loss_mask_BL, sample_index_B, validation=validation)
+
+        objective.corrupt = noted
+
+    def on_train_start(self, trainer, pl_module):
+        self.record["start"] = trainer.global_step
+        self.record["validation_tokens"] = trainer.datamodule.num_validation_tokens
+        self.record["validation_bytes"] = trainer.datamodule.num_validation_bytes
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.killed_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        step = trainer.global_step
+        self.record["losses"][step] = outputs["loss"].item()
+        self.record["samples"][step] = self.drawn
+        self.record["rates"][step] = trainer.optimizers[0].param_groups[0]["lr"]
+        self.drawn = []
+        self.note(trainer, "train")
+        self.record["epoch"] = trainer.current_epoch
+        self.write()
+
+    def on_validation_end(self, trainer, pl_module):
+        self.note(trainer, "validation")
+        self.record["epoch"] = trainer.current_epoch
+        self.write()
+
+    def note(self, trainer, phase):
+        metrics = {name: value for name, value in latest(trainer).items() if name.startswith(f"{phase}/")}
+        self.record["train" if phase == "train" else "validations"].append((trainer.global_step, metrics))
+
+    def write(self):
+        self.file.write_text(json.dumps(self.record))
+
+
+def latest(trainer):
+    return next(callback.latest for callback in trainer.callbacks if isinstance(callback, DiffusionMetrics))
+
+
+def edit(recipe, field, value):
+    *path, name = field.split(".")
+    for part in path:
+        recipe = getattr(recipe, part)
+    setattr(recipe, name, value)
+
+
+def main(folder, records, rank, ranks, killed_after, edits):
+    console = os.open(f"{records}/console{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(console, 1)
+    os.dup2(console, 2)
+    # A test's captured output is not this process's.
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks))
+    recipe = mdlm_tiny(dir=folder)
+    for field, value in edits.items():
+        edit(recipe, field, value)
+    built = fdl.build(recipe)
+    trainer = built.keywords["trainer"]
+    trainer.strategy.store = torch.distributed.FileStore(f"{records}/store", ranks)
+    recorder = Recorder(Path(records) / f"record{rank}", killed_after)
+    recorder.watch(built.keywords["model"].objective)
+    trainer.callbacks.append(recorder)
+    built()
+
+
+if __name__ == "__main__":
+    main(**job)  # noqa: F821
