@@ -1,0 +1,93 @@
+"""What a user types after ``nemo llm pretrain`` and ``nemo dllm``, without starting a process for it."""
+
+import pytest
+
+pytestmark = pytest.mark.nemo
+
+FIELDS = {
+    "trainer.max_steps": 4,
+    "model.config.hidden_size": 32,
+    "model.objective.schedule": "cosine",
+    "data.path": "texts",
+    "data.num_val_rows": None,
+    "optim.config.lr": 1e-3,
+}
+
+
+@pytest.fixture(scope="module")
+def parse():
+    """What ``nemo llm pretrain`` makes of a factory, a YAML file and overrides."""
+    from nemo.collections import llm
+    from nemo_run.cli.api import RunContext
+
+    import nemo_dllm.recipes  # noqa: F401
+
+    def parse(*overrides, factory=None, yaml=None):
+        context = RunContext(name="pretrain", factory=factory, yaml=yaml and str(yaml))
+        return context.parse_fn(llm.pretrain, list(overrides))
+
+    return parse
+
+
+def test_arguments_of_a_recipe(parse):
+    recipe = parse(factory="mdlm_tiny(path='file.txt', dir=X, name='my run')")
+    assert (recipe.data.path, recipe.log.log_dir, recipe.log.name) == ("file.txt", "X", "my run")
+
+
+def test_command_line_yaml_and_python_give_the_same_recipe(parse, tiny, tmp_path):
+    for path, value in FIELDS.items():
+        owner, _, field = path.rpartition(".")
+        target = tiny
+        for name in owner.split("."):
+            target = getattr(target, name)
+        setattr(target, field, value)
+    assert parse(*(f"{path}={value}" for path, value in FIELDS.items()), factory="mdlm_tiny") == tiny
+    fields = """
+trainer: {max_steps: 4}
+model:
+  config: {hidden_size: 32}
+  objective: {schedule: cosine}
+data: {path: texts, num_val_rows: null}
+optim: {config: {lr: 1e-3}}
+"""
+    (tmp_path / "fields.yaml").write_text(fields)
+    assert parse(factory="mdlm_tiny", yaml=tmp_path / "fields.yaml") == tiny
+    (tmp_path / "whole.yaml").write_text(f"run: {{factory: mdlm_tiny}}\n{fields}")
+    assert parse(yaml=tmp_path / "whole.yaml") == tiny
+    assert parse("trainer.max_steps=9", yaml=tmp_path / "whole.yaml").trainer.max_steps == 9
+
+
+@pytest.mark.parametrize(
+    "override, value",
+    [
+        ("data.path=texts", "texts"),
+        ("data.path=['a.txt', 'b']", ["a.txt", "b"]),
+        ("data.path=None", None),
+        ("data.suffixes=['.md']", [".md"]),
+        ("data.num_val_rows=12", 12),
+        ("trainer.log_every_n_steps=5", 5),
+        ("optim.config.lr=1", 1.0),
+        ("optim.config.use_distributed_optimizer=false", False),
+    ],
+)
+def test_types_of_overrides(parse, override, value):
+    target = parse(override, factory="mdlm_tiny")
+    for name in override.partition("=")[0].split("."):
+        target = getattr(target, name)
+    assert target == value and type(target) is type(value)
+
+
+def test_nemo_dllm_has_our_commands():
+    from nemo_run.cli.api import list_entrypoints
+
+    assert set(list_entrypoints()["dllm"]) == {"generate", "recipes"}
+
+
+def test_recipes_are_listed_with_a_line_each(capsys):
+    from nemo_dllm.recipes import commands
+    from nemo_dllm.recipes.builder import RECIPES
+
+    commands.recipes()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(RECIPES)
+    assert all(line.endswith(".") for line in lines)
