@@ -45,7 +45,7 @@ def mdlm_tiny(path: str | None = None, dir: str | None = None, name: str = "mdlm
         TextDataModule, path=path, vocab_size=2048, seq_length=128, micro_batch_size=32, global_batch_size=32,
         num_val_rows=128,
     )  # fmt: skip
-    schedule = Schedule(max_steps=600, learning_rate=2e-3, warmup_steps=60, validation_interval=200, weight_decay=0.01)
+    schedule = Schedule(max_steps=300, learning_rate=2e-3, warmup_steps=30, validation_interval=100, weight_decay=0.01)
     return diffusion_recipe(
         pretrain,
         model=model,

@@ -34,7 +34,7 @@ class RunProgress(ProgressBar):
         """Show the bar."""
         if not self._enabled:
             return
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, soft_wrap=True)
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
