@@ -1,8 +1,13 @@
 """What a user types after ``nemo llm pretrain`` and ``nemo dllm``, without starting a process for it."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 pytestmark = pytest.mark.nemo
+
+MODELS = Path(__file__).parents[1] / "golden" / "models"
 
 FIELDS = {
     "trainer.max_steps": 4,
@@ -81,6 +86,15 @@ def test_nemo_dllm_has_our_commands():
     from nemo_run.cli.api import list_entrypoints
 
     assert set(list_entrypoints()["dllm"]) == {"generate", "recipes"}
+
+
+def test_nemo_dllm_generate(single_process, monkeypatch, capsys):
+    from nemo_run.cli.api import create_cli
+
+    arguments = ["dllm", "generate", f"path={MODELS / 'a2d_qwen3'}", "prompt=w5 w7", "max_new_tokens=3", "top_k=None"]
+    monkeypatch.setattr(sys, "argv", ["nemo", *arguments])
+    create_cli()(arguments, standalone_mode=False)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("w5 w7 ")
 
 
 def test_recipes_are_listed_with_a_line_each(capsys):
