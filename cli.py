@@ -18,11 +18,10 @@ app = typer.Typer(
 Verbose = Annotated[bool, typer.Option("--verbose", help="All output of NeMo, and tracebacks of errors.")]
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 ARGUMENTS = "[ARGUMENTS]"
-ARGUMENTS_HELP = """
-
-ARGUMENTS are those of the same command under `nemo llm`: --factory NAME or --factory "NAME(argument=value)", --yaml
-FILE, and fields of the recipe, such as trainer.max_steps=100. `nemo-dllm recipes` lists the names.
-"""
+ARGUMENTS_HELP = (
+    "ARGUMENTS are those of the same command under `nemo llm`: --factory NAME or --factory 'NAME(argument=value)', "
+    "--yaml FILE, and fields of the recipe, such as trainer.max_steps=100. `nemo-dllm recipes` lists the names."
+)
 
 
 def main() -> None:
@@ -87,13 +86,15 @@ def recipes(verbose: Verbose = False) -> None:
     _import("recipes.commands", verbose).recipes()
 
 
-@app.command(context_settings=PASS_ON, options_metavar=ARGUMENTS, help=f"Pretrain a model. {ARGUMENTS_HELP}")
+@app.command(context_settings=PASS_ON, options_metavar=ARGUMENTS, epilog=ARGUMENTS_HELP)
 def pretrain(context: typer.Context, verbose: Verbose = False) -> None:
+    """Pretrain a model as a recipe says."""
     _train("pretrain", context.args, verbose)
 
 
-@app.command(context_settings=PASS_ON, options_metavar=ARGUMENTS, help=f"Fine-tune a model. {ARGUMENTS_HELP}")
+@app.command(context_settings=PASS_ON, options_metavar=ARGUMENTS, epilog=ARGUMENTS_HELP)
 def finetune(context: typer.Context, verbose: Verbose = False) -> None:
+    """Fine-tune a model as a recipe says."""
     _train("finetune", context.args, verbose)
 
 
