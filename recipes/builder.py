@@ -12,6 +12,7 @@ from megatron.core.optimizer import OptimizerConfig
 from nemo import lightning as nl
 from nemo.lightning.pytorch.optim import CosineAnnealingScheduler, MegatronOptimizerModule
 
+from nemo_dllm.collections.diffusion.training.loss_scale import LossScale
 from nemo_dllm.collections.diffusion.training.metrics import DiffusionMetrics
 from nemo_dllm.collections.diffusion.training.progress import RunProgress
 from nemo_dllm.collections.diffusion.training.resume import ResumedCounters, ResumeLatest
@@ -147,7 +148,7 @@ def _trainer(layout: Layout, schedule: Schedule) -> run.Config:
         num_nodes=layout.num_nodes,
         devices=layout.gpus_per_node,
         strategy=strategy,
-        callbacks=[run.Config(DiffusionMetrics), run.Config(RunProgress), run.Config(ResumedCounters)],
+        callbacks=[run.Config(callback) for callback in (DiffusionMetrics, RunProgress, ResumedCounters, LossScale)],
         max_steps=schedule.max_steps,
         val_check_interval=schedule.validation_interval,
         check_val_every_n_epoch=None,

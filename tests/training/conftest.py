@@ -60,13 +60,17 @@ def run_recipe(forks, text, tmp_path_factory):
         "optim.lr_scheduler.warmup_steps": 2,
     }
 
-    def run(folder, ranks=1, killed_after=None, **edits):
+    def run(folder, ranks=1, killed_after=None, precision="fp32", **edits):
         records = tmp_path_factory.mktemp("records")
         edits = {name.replace("__", "."): value for name, value in edits.items()}
         processes = []
         for rank in range(ranks):
             job = {"folder": str(folder), "records": str(records), "rank": rank, "ranks": ranks}
-            job |= {"killed_after": killed_after, "edits": small | {"trainer.devices": ranks} | edits}
+            job |= {
+                "killed_after": killed_after,
+                "precision": precision,
+                "edits": small | {"trainer.devices": ranks} | edits,
+            }
             processes.append(forks.Process(target=runpy.run_path, args=(str(script), {"job": job}, "__main__")))
             processes[-1].start()
         for process in processes:

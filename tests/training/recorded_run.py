@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 
 from nemo_dllm.collections.diffusion.training.metrics import DiffusionMetrics
+from nemo_dllm.recipes.builder import set_precision
 from nemo_dllm.recipes.tiny import mdlm_tiny
 
 
@@ -81,7 +82,7 @@ def edit(recipe, field, value):
     setattr(recipe, name, value)
 
 
-def main(folder, records, rank, ranks, killed_after, edits):
+def main(folder, records, rank, ranks, killed_after, precision, edits):
     console = os.open(f"{records}/console{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(console, 1)
     os.dup2(console, 2)
@@ -90,6 +91,7 @@ def main(folder, records, rank, ranks, killed_after, edits):
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks))
     recipe = mdlm_tiny(dir=folder)
+    set_precision(recipe, precision)
     for field, value in edits.items():
         edit(recipe, field, value)
     built = fdl.build(recipe)
