@@ -4,7 +4,7 @@ import torch
 from megatron.core import tensor_parallel
 from nemo.lightning import _strategy_lib
 
-from ..collections.diffusion.models.model import DiffusionModel
+from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 
 
 def build_on_cpu(model: DiffusionModel, dtype: torch.dtype | None = None) -> None:

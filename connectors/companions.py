@@ -8,9 +8,9 @@ import json
 import shutil
 from pathlib import Path
 
-from .checkpoint_files import CONFIG_FILE
-from .config import Origin
-from .facts import CheckpointFacts
+from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE
+from nemo_dllm.connectors.config import Origin
+from nemo_dllm.connectors.facts import CheckpointFacts
 
 FOLDER = "hf"
 FACTS_FILE = "nemo_dllm.json"

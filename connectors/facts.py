@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from .checkpoint_files import HFCheckpoint
-from .config_table import dtype_name, hf_dtype
-from .families import find_family
-from .mask_token import find_mask_token, load_hf_tokenizer
+from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
+from nemo_dllm.connectors.config_table import dtype_name, hf_dtype
+from nemo_dllm.connectors.families import find_family
+from nemo_dllm.connectors.mask_token import find_mask_token, load_hf_tokenizer
 
 # config.json has no established name for the shift; this is how dllm's trainers call it.
 RIGHT_SHIFT_FIELD = "right_shift_logits"

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .family import Family
-from .qwen3 import QWEN3
+from nemo_dllm.connectors.family import Family
+from nemo_dllm.connectors.qwen3 import QWEN3
 
 FAMILIES: list[Family] = [QWEN3]
 

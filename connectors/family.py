@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .config_table import ConfigTable
-from .key_table import KeyTable
+from nemo_dllm.connectors.config_table import ConfigTable
+from nemo_dllm.connectors.key_table import KeyTable
 
 
 class HFClass(NamedTuple):

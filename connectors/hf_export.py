@@ -11,14 +11,14 @@ from megatron.core.utils import unwrap_model
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 from nemo.lightning import io
 
-from ..collections.diffusion.models.model import DiffusionModel
-from ..collections.diffusion.single_process import single_process
-from .build import build_on_cpu
-from .checkpoint_files import CONFIG_FILE, DEFAULT_SHARD_SIZE, refuse_existing, write_hf_checkpoint
-from .companions import companion_files, read_origin
-from .config import diffusion_hf_config
-from .families import family_of
-from .load import export_hf_tensors
+from nemo_dllm.collections.diffusion.models.model import DiffusionModel
+from nemo_dllm.collections.diffusion.single_process import single_process
+from nemo_dllm.connectors.build import build_on_cpu
+from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, DEFAULT_SHARD_SIZE, refuse_existing, write_hf_checkpoint
+from nemo_dllm.connectors.companions import companion_files, read_origin
+from nemo_dllm.connectors.config import diffusion_hf_config
+from nemo_dllm.connectors.families import family_of
+from nemo_dllm.connectors.load import export_hf_tensors
 
 # NeMo saves the Megatron model as a child of its own module.
 _MODULE_PREFIX = "module."

@@ -10,16 +10,17 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 from nemo.lightning import io
 from nemo.lightning.io.pl import TrainerContext
 
-from ..collections.diffusion.models.model import DiffusionModel
-from ..collections.diffusion.single_process import single_process
-from .build import build_on_cpu
-from .checkpoint_files import HFCheckpoint, refuse_existing, replace_folder, unfinished_sibling
-from .companions import FOLDER, copy_companions, read_origin
-from .config import hf_to_nemo_config
-from .facts import CheckpointFacts, read_facts
-from .families import find_family
-from .load import check_same_model, load_hf_weights
-from .mask_token import MaskToken, find_mask_token, load_hf_tokenizer, mask_token_at
+from nemo_dllm.collections.diffusion.models.model import DiffusionModel
+from nemo_dllm.collections.diffusion.models.saving import keep_write_results_in_process
+from nemo_dllm.collections.diffusion.single_process import single_process
+from nemo_dllm.connectors.build import build_on_cpu
+from nemo_dllm.connectors.checkpoint_files import HFCheckpoint, refuse_existing, replace_folder, unfinished_sibling
+from nemo_dllm.connectors.companions import FOLDER, copy_companions, read_origin
+from nemo_dllm.connectors.config import hf_to_nemo_config
+from nemo_dllm.connectors.facts import CheckpointFacts, read_facts
+from nemo_dllm.connectors.families import find_family
+from nemo_dllm.connectors.load import check_same_model, load_hf_weights
+from nemo_dllm.connectors.mask_token import MaskToken, find_mask_token, load_hf_tokenizer, mask_token_at
 
 
 def import_hf_checkpoint(
@@ -103,6 +104,7 @@ def _convert(target: DiffusionModel, hf_path: Path, nemo_path: Path) -> None:
         strategy=nl.MegatronStrategy(setup_optimizers=False, ckpt_save_optimizer=False, ckpt_async_save=False),
     )
     trainer.state.fn = TrainerFn.FITTING  # Else nothing is saved.
+    keep_write_results_in_process()
     trainer.strategy.connect(target)
     with single_process():
         trainer.strategy.setup_environment()

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from nemo.utils import logging
 from torch import Tensor, nn
 
+from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, HFCheckpoint
+from nemo_dllm.connectors.families import family_of, find_family
+from nemo_dllm.connectors.key_table import Entry, KeyTable, ModelDimensions, Replicated, TensorRank
+
 from . import placement
-from .checkpoint_files import CONFIG_FILE, HFCheckpoint
-from .families import family_of, find_family
-from .key_table import Entry, KeyTable, ModelDimensions, Replicated, TensorRank
 
 
 class Assignment(NamedTuple):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from .key_table import Entry, KeyTable, TensorRank
+from nemo_dllm.connectors.key_table import Entry, KeyTable, TensorRank
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)")
 # Megatron's own layers keep experts as modules, Transformer Engine's as numbered weights of one grouped layer.

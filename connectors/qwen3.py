@@ -1,8 +1,8 @@
 """Qwen3, and the same weights as a diffusion model in the layout of dllm (``a2d-qwen3``)."""
 
-from .config_table import ConfigTable, Field
-from .family import Family, HFClass
-from .key_table import (
+from nemo_dllm.connectors.config_table import ConfigTable, Field
+from nemo_dllm.connectors.family import Family, HFClass
+from nemo_dllm.connectors.key_table import (
     GatedPair,
     KeyTable,
     QueryKeyValue,

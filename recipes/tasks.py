@@ -73,11 +73,12 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
             "trainer.devices or the sizes of trainer.strategy"
         )
     check_batch_sizes(data.global_batch_size, data.micro_batch_size, world_size // model_size)
-    max_positions = getattr(config, "max_position_embeddings", None)
-    if max_positions is not None and data.seq_length > max_positions:
+    _check_positions(config, data.seq_length)
+    _check_divisible(config, strategy)
+    if trainer.limit_train_batches != 1.0:
         raise ValueError(
-            f"data.seq_length={data.seq_length} is longer than the model's positions, "
-            f"model.config.max_position_embeddings={max_positions}; choose a shorter sequence"
+            f"trainer.limit_train_batches={trainer.limit_train_batches} would feed the same samples again and again; "
+            "set trainer.max_steps instead"
         )
     if getattr(trainer.precision_plugin.dtype_config, "fp8", None) and not have_transformer_engine():
         raise ValueError("precision fp8 needs Transformer Engine, which is not installed; install the extra `te`")
@@ -89,3 +90,32 @@ def _check_fields(strategy: nl.MegatronStrategy) -> None:
         known = inspect.signature(nl.MegatronStrategy).parameters
         similar = difflib.get_close_matches(field, known) or sorted(known)
         raise ValueError(f"trainer.strategy has no field {field}; did you mean {' or '.join(similar)}?")
+
+
+def _check_positions(config, seq_length: int) -> None:
+    # Learned positions are a table of this many rows; others are limited where the config says so.
+    field = "seq_length" if config.position_embedding_type == "learned_absolute" else "max_position_embeddings"
+    limit = getattr(config, field, None)
+    if limit is not None and seq_length > limit:
+        raise ValueError(
+            f"data.seq_length={seq_length} is longer than the model's positions, model.config.{field}={limit}; "
+            "choose a shorter sequence"
+        )
+
+
+def _check_divisible(config, strategy: nl.MegatronStrategy) -> None:
+    sizes = {
+        "model.config.num_attention_heads": config.num_attention_heads,
+        "model.config.num_query_groups": config.num_query_groups,
+        "model.config.num_layers": config.num_layers,
+        "trainer.strategy.tensor_model_parallel_size": strategy.tensor_model_parallel_size,
+        "trainer.strategy.pipeline_model_parallel_size": strategy.pipeline_model_parallel_size,
+    }
+    for whole, part in (
+        ("model.config.num_attention_heads", "model.config.num_query_groups"),
+        ("model.config.num_attention_heads", "trainer.strategy.tensor_model_parallel_size"),
+        ("model.config.num_query_groups", "trainer.strategy.tensor_model_parallel_size"),
+        ("model.config.num_layers", "trainer.strategy.pipeline_model_parallel_size"),
+    ):
+        if sizes[whole] % sizes[part]:
+            raise ValueError(f"{whole}={sizes[whole]} is not divisible by {part}={sizes[part]}; change one of them")

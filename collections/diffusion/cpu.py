@@ -7,11 +7,6 @@ CUDA device exists, nothing on import, and calling it twice is the same as calli
 
 import contextlib
 import functools
-import multiprocessing
-import os
-import threading
-import time
-from multiprocessing.managers import SyncManager
 
 import torch
 
@@ -83,6 +78,8 @@ def enable_cpu_runtime() -> bool:
     if torch.cuda.is_available():
         return False
     if not _enabled:
+        # torch remembers which functions make tensors at its first `with torch.device(...)`: before they are wrapped.
+        torch.utils._device._device_constructors()
         _replace_cuda_module_functions()
         _read_cuda_device_arguments_as_cpu()
         _rename_tensor_types()
@@ -192,7 +189,6 @@ def _rename_tensor_types() -> None:
 
 
 def _adapt_megatron() -> None:
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils
 
@@ -203,7 +199,6 @@ def _adapt_megatron() -> None:
     megatron_random.CudaRNGStatesTracker.add = _add_cpu_state
     # Present whenever Transformer Engine imports, but a CUDA kernel.
     moe_utils.te_general_gemm = None
-    filesystem_async._get_write_results_queue = _results_queue
     _all_to_all_with_integer_splits()
 
 
@@ -213,26 +208,6 @@ def _adapt_nemo() -> None:
 
     # Moves a loaded checkpoint from one CUDA device to another, and asserts that there is one.
     pl._fix_tensors_device = lambda checkpoint: checkpoint
-
-
-@functools.cache
-def _results_queue():
-    """Megatron spawns the process behind this queue, for CUDA's sake; that imports the user's script once more.
-
-    It also leaves that process behind when the run is killed, with the run's output still open.
-    """
-    manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-    manager.start(initializer=_end_with_parent, initargs=(os.getpid(),))
-    return manager.Queue()
-
-
-def _end_with_parent(parent: int) -> None:
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _add_cpu_state(self, name: str, seed: int) -> None:

@@ -1,8 +1,6 @@
 """A run that was killed and goes on is the run that was not: losses, masks, learning rates and weights, bit for bit."""
 
 import signal
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -69,23 +67,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(train, straight, killed
             assert_same(step_of(resumed, step, rank), step_of(straight[name], step, rank))
 
 
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux which processes run")
-def test_a_killed_run_leaves_no_process_behind(train, tmp_path):
-    """Such a process keeps the run's output open, and whoever reads it waits."""
+def test_a_run_that_saves_has_no_process_to_leave_behind(train, tmp_path):
+    """Such a process keeps a killed run's output open, and whoever reads it waits."""
     folder = train(tmp_path, exit_code=-signal.SIGKILL, killed_after=KILLED_AFTER)
-    children = (folder / "children.0").read_text().split()
-    assert children
-    deadline = time.monotonic() + 10
-    while any(map(is_running, children)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(is_running, children))
+    assert (folder / "children.0").read_text().split() == []
 
 
 def test_the_comparison_would_notice_a_fresh_optimizer_or_other_data(straight):

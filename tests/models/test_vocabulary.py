@@ -105,3 +105,11 @@ def test_padding_rows_take_no_probability(build_model):
     assert output.nll_N.max() < 50
     assert torch.equal(head.grad[190:], torch.zeros(66, 32))
     assert head.grad[:190].abs().max() > 0
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model():
+    from nemo_dllm.collections.diffusion.models.vocabulary import built_vocab_size
+
+    assert built_vocab_size(config_of(vocab_size=200), tokenizer_of(200)) == (200, 200)
+    with pytest.raises(ValueError, match="the tokenizer has 201 tokens, config.vocab_size=200; set vocab_size=201"):
+        built_vocab_size(config_of(vocab_size=200), tokenizer_of(201))

@@ -62,6 +62,49 @@ def test_sequence_longer_than_the_positions(check, tiny):
         check(tiny)
 
 
+def test_sequence_longer_than_the_table_of_learned_positions(check, tiny):
+    tiny.model.config.position_embedding_type = "learned_absolute"
+    check(tiny)
+    tiny.data.seq_length = 129
+    with pytest.raises(ValueError, match="data.seq_length=129 is longer .*, model.config.seq_length=128; choose"):
+        check(tiny)
+
+
+@pytest.mark.parametrize(
+    "field, value, text",
+    [
+        (
+            "model.config.num_attention_heads",
+            5,
+            "num_attention_heads=5 is not divisible by model.config.num_query_groups=2",
+        ),
+        (
+            "trainer.strategy.tensor_model_parallel_size",
+            3,
+            "num_attention_heads=4 is not divisible by trainer.strategy",
+        ),
+        ("trainer.strategy.tensor_model_parallel_size", 4, "num_query_groups=2 is not divisible by trainer.strategy"),
+        ("trainer.strategy.pipeline_model_parallel_size", 3, "num_layers=4 is not divisible by trainer.strategy"),
+        (
+            "trainer.limit_train_batches",
+            3,
+            "limit_train_batches=3 would feed the same samples .* set trainer.max_steps",
+        ),
+    ],
+)
+def test_sizes_that_do_not_go_together(check, tiny, field, value, text):
+    tiny.trainer.devices = 12
+    tiny.data.micro_batch_size, tiny.data.global_batch_size = 1, 12
+    check(tiny)
+    *parents, name = field.split(".")
+    target = tiny
+    for parent in parents:
+        target = getattr(target, parent)
+    setattr(target, name, value)
+    with pytest.raises(ValueError, match=text):
+        check(tiny)
+
+
 def test_fp8_needs_transformer_engine(check, tiny, monkeypatch):
     from nemo_dllm.recipes import tasks
     from nemo_dllm.recipes.builder import set_precision

@@ -13,6 +13,7 @@ from nemo_dllm.collections.diffusion.models.adam import use_group_step_adam
 from nemo_dllm.collections.diffusion.models.batch import DiffusionBatch, corrupt_batch, to_device
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore, HeadOutput, Targets
 from nemo_dllm.collections.diffusion.models.loss import DiffusionLossReduction
+from nemo_dllm.collections.diffusion.models.saving import keep_write_results_in_process
 from nemo_dllm.collections.diffusion.models.vocabulary import built_vocab_size, check_mask_token
 
 
@@ -73,7 +74,9 @@ class DiffusionModel(GPTModel):
             _accumulate_weight_gradients_in_place(self.module)
 
     def setup(self, stage: str) -> None:
-        """Learn the global batch size, over which times are stratified."""
+        """Learn the global batch size, over which times are stratified, and prepare for saving."""
+        if not self.trainer.strategy.async_save:
+            keep_write_results_in_process()
         if self.objective.group_size is None:
             self.objective.group_size = self.trainer.datamodule.global_batch_size
 

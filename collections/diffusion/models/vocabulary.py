@@ -10,9 +10,14 @@ def built_vocab_size(config: GPTConfig, tokenizer) -> tuple[int, int]:
     padded to ``config.make_vocab_size_divisible_by`` per rank. Padding rows never take probability.
 
     Raises:
-        ValueError: where neither the config nor a tokenizer tells the size.
+        ValueError: where neither the config nor a tokenizer tells the size, or the tokenizer has more tokens.
     """
     ranks = config.tensor_model_parallel_size
+    if config.vocab_size is not None and tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, config.vocab_size={config.vocab_size}; "
+            f"set vocab_size={tokenizer.vocab_size} or None, or choose the model's own tokenizer"
+        )
     if config.vocab_size is not None:
         return config.vocab_size, _round_up(config.vocab_size, ranks)
     if tokenizer is None:
