@@ -132,3 +132,7 @@ def _one_line(error: Exception) -> str:
     message, _, fiddle_context = str(error).partition("\n\nFiddle context:")
     place = fiddle_context.partition(" at <root>.")[2].partition(" ")[0]
     return f"{place}: {message}" if place else message
+
+
+if __name__ == "__main__":
+    main()
