@@ -14,5 +14,6 @@ recipe="mdlm_tiny(dir='$folder'${text:+, path='$text'})"
 echo "$ nemo llm pretrain --factory \"$recipe\" --yes"
 nemo-dllm pretrain --factory "$recipe"
 echo
-echo "$ nemo-dllm generate $folder/mdlm_tiny"
-nemo-dllm generate "$folder/mdlm_tiny" --prompt "import " --max-new-tokens 96 --watch
+echo "$ nemo-dllm generate $folder/mdlm_tiny --prompt 'import os' ..."
+nemo-dllm generate "$folder/mdlm_tiny" --prompt "import os" --max-new-tokens 64 \
+  --temperature 0.6 --remasking random --seed 1 --watch

@@ -42,10 +42,10 @@ def mdlm_tiny(path: str | None = None, dir: str | None = None, name: str = "mdlm
         objective=run.Config(MaskedDiffusion),
     )
     data = run.Config(
-        TextDataModule, path=path, vocab_size=2048, seq_length=128, micro_batch_size=32, global_batch_size=32,
+        TextDataModule, path=path, vocab_size=2048, seq_length=128, micro_batch_size=16, global_batch_size=16,
         num_val_rows=128,
     )  # fmt: skip
-    schedule = Schedule(max_steps=300, learning_rate=2e-3, warmup_steps=30, validation_interval=100, weight_decay=0.01)
+    schedule = Schedule(max_steps=500, learning_rate=3e-3, warmup_steps=50, validation_interval=125, weight_decay=0.01)
     return diffusion_recipe(
         pretrain,
         model=model,
