@@ -11,7 +11,7 @@ if [ -z "$resume" ] && [ -e "$folder/mdlm_tiny" ]; then
 fi
 recipe="mdlm_tiny(dir='$folder'${text:+, path='$text'})"
 
-echo "$ nemo llm pretrain --factory \"$recipe\" --yes"
+echo "$ nemo-dllm pretrain --factory \"$recipe\""
 nemo-dllm pretrain --factory "$recipe"
 echo
 echo "$ nemo-dllm generate $folder/mdlm_tiny --prompt 'import os' ..."

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from nemo.utils import logging
 from torch import Tensor, nn
 
+from nemo_dllm.connectors import placement
 from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, HFCheckpoint
 from nemo_dllm.connectors.families import family_of, find_family
 from nemo_dllm.connectors.key_table import Entry, KeyTable, ModelDimensions, Replicated, TensorRank
-
-from . import placement
 
 
 class Assignment(NamedTuple):

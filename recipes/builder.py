@@ -49,7 +49,6 @@ class Layout:
     gpus_per_node: int = 8
     tensor: int = 1
     pipeline: int = 1
-    context: int = 1
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,6 @@ def _trainer(layout: Layout, schedule: Schedule) -> run.Config:
         nl.MegatronStrategy,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
-        context_parallel_size=layout.context,
         sequence_parallel=layout.tensor > 1,
         ckpt_async_save=False,
         replace_progress_bar=False,

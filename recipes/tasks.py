@@ -72,16 +72,26 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
             f"{strategy.pipeline_model_parallel_size} x {strategy.context_parallel_size} = {model_size}; change "
             "trainer.devices or the sizes of trainer.strategy"
         )
+    if strategy.context_parallel_size != 1:
+        raise ValueError(
+            f"trainer.strategy.context_parallel_size={strategy.context_parallel_size} is not supported; set it to 1"
+        )
     check_batch_sizes(data.global_batch_size, data.micro_batch_size, world_size // model_size)
     _check_positions(config, data.seq_length)
-    _check_divisible(config, strategy)
+    _check_divisible(config, strategy, data.seq_length)
     if trainer.limit_train_batches != 1.0:
         raise ValueError(
             f"trainer.limit_train_batches={trainer.limit_train_batches} would feed the same samples again and again; "
             "set trainer.max_steps instead"
         )
-    if getattr(trainer.precision_plugin.dtype_config, "fp8", None) and not have_transformer_engine():
-        raise ValueError("precision fp8 needs Transformer Engine, which is not installed; install the extra `te`")
+    if getattr(getattr(trainer.precision_plugin, "dtype_config", None), "fp8", None):
+        if not have_transformer_engine():
+            raise ValueError("precision fp8 needs Transformer Engine, which is not installed; install the extra `te`")
+        if model.transformer_impl == "local":
+            raise ValueError(
+                "precision fp8 needs Transformer Engine's layers, but model.transformer_impl='local'; "
+                "set it to 'transformer_engine'"
+            )
 
 
 def _check_fields(strategy: nl.MegatronStrategy) -> None:
@@ -103,8 +113,9 @@ def _check_positions(config, seq_length: int) -> None:
         )
 
 
-def _check_divisible(config, strategy: nl.MegatronStrategy) -> None:
+def _check_divisible(config, strategy: nl.MegatronStrategy, seq_length: int) -> None:
     sizes = {
+        "data.seq_length": seq_length if strategy.sequence_parallel else 0,
         "model.config.num_attention_heads": config.num_attention_heads,
         "model.config.num_query_groups": config.num_query_groups,
         "model.config.num_layers": config.num_layers,
@@ -115,6 +126,7 @@ def _check_divisible(config, strategy: nl.MegatronStrategy) -> None:
         ("model.config.num_attention_heads", "model.config.num_query_groups"),
         ("model.config.num_attention_heads", "trainer.strategy.tensor_model_parallel_size"),
         ("model.config.num_query_groups", "trainer.strategy.tensor_model_parallel_size"),
+        ("data.seq_length", "trainer.strategy.tensor_model_parallel_size"),
         ("model.config.num_layers", "trainer.strategy.pipeline_model_parallel_size"),
     ):
         if sizes[whole] % sizes[part]:

@@ -137,7 +137,8 @@ def test_scale_follows_the_configs(backend):
     query, key, value = (x.detach() for x in inputs(H))
     layer_scaled = attention_of(backend, layer_number=3, apply_query_key_layer_scaling=True)
     given = backend(config_of(), 1, AttnMaskType.no_mask, "self", softmax_scale=0.5)
-    for attention, scale in ((layer_scaled, 1 / math.sqrt(D) / 3), (given, 0.5)):
+    # Megatron takes the layer's factor back inside the softmax.
+    for attention, scale in ((layer_scaled, 1 / math.sqrt(D)), (given, 0.5)):
         expected = attention_by_loops(query, key, value, None, scale)
         torch.testing.assert_close(attention(query, key, value, None).double(), expected, rtol=0, atol=1e-5)
 
@@ -153,8 +154,7 @@ def test_bfloat16_is_near_fp32_of_the_same_inputs(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_context_parallelism_is_refused(backend):
-    config = config_of()
-    config.context_parallel_size = 2
-    with pytest.raises(ValueError, match=r"context_parallel_size=2 is not supported by \w+; set context_parallel_size"):
-        backend(config, 1, AttnMaskType.no_mask, "self")
+@pytest.mark.parametrize("argument", ["packed_seq_params", "attention_bias"])
+def test_what_the_kernel_does_not_know_is_refused(backend, argument):
+    with pytest.raises(ValueError, match=f"{argument} is not supported by bidirectional attention; leave it out"):
+        attention_of(backend)(*inputs(2), None, **{argument: torch.zeros(1)})

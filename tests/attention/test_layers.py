@@ -116,9 +116,13 @@ def test_the_backend_chooses_the_core(backend, core):
             {"qk_layernorm": True, "normalization": "LayerNorm"},
             "qk_layernorm=True with normalization='LayerNorm' is not",
         ),
-        ({"multi_latent_attention": True}, "multi_latent_attention=True is not supported; choose a config with plain"),
+        ({"multi_latent_attention": True}, "multi_latent_attention=True is not supported .*; set .*=False"),
+        ({"window_size": [4096, 0]}, r"window_size=\[4096, 0\] is not supported by bidirectional layers; set .*=None"),
+        ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one' is not supported .*; set softmax_type='vanilla'"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2 is not supported .*; set context_parallel_size=1"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers=1 is not supported"),
     ],
-    ids=["layer norm of queries and keys", "multi-latent attention"],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_attention_that_ours_does_not_compute_is_refused(fields, text):
     config = TransformerConfig(**DENSE)

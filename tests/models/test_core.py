@@ -264,3 +264,40 @@ def test_experts_build_and_run_with_nemos_default_of_grouped_products(build_mode
     logits_BSV = model(torch.randint(0, 200, (2, 12)))
     assert logits_BSV.shape == (2, 12, 200)
     assert torch.isfinite(logits_BSV).all()
+
+
+def test_a_checkpoint_holds_no_extra_state_of_the_layers_and_needs_none(build_model):
+    """Transformer Engine's modules have one; without it their checkpoints and those of local layers are the same."""
+
+    class WithExtraState(torch.nn.Module):
+        def get_extra_state(self):
+            return torch.zeros(1)
+
+        def set_extra_state(self, state):
+            raise AssertionError("nothing to set")
+
+    core = build_model().module
+    state = core.state_dict()
+    assert not any("_extra_state" in name for name in core.sharded_state_dict())
+    core.decoder.layers[0].scales = WithExtraState()
+    assert any("_extra_state" in name for name in core.state_dict())
+    assert core.load_state_dict(state).missing_keys == []
+    del state["decoder.final_layernorm.weight"]
+    with pytest.raises(RuntimeError, match="final_layernorm.weight"):
+        core.load_state_dict(state)
+
+
+def test_a_config_with_layers_of_its_own_is_refused(build_model):
+    from nemo.collections.llm.gpt.model.base import transformer_engine_layer_spec
+
+    with pytest.raises(ValueError, match="GPTConfig brings layers of its own .*; choose a config with NeMo's default"):
+        build_model(transformer_layer_spec=transformer_engine_layer_spec)
+
+
+def test_a_norm_that_would_change_the_balancing_loss_is_refused(build_model):
+    from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+
+    objective = MaskedDiffusion(mask_token_id=199, loss_norm="sequence")
+    build_model(objective, **MIXTURE)
+    with pytest.raises(ValueError, match="loss_norm='sequence' would change the strength of moe_aux_loss_coeff=0.01"):
+        build_model(objective, **{**MIXTURE, "moe_aux_loss_coeff": 0.01})

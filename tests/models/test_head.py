@@ -257,3 +257,22 @@ def test_two_vocabulary_shards_equal_one_process(sharded):
         # Each rank holds its share only: the mutated twin of adding them.
         if len(case["targets"]) and name != "second shard all padding":
             assert not torch.allclose(a["grad_hidden"], joined["grad_hidden"], atol=1e-3), name
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**12])
+def test_fp16_gradients_neither_underflow_nor_overflow(scale):
+    """Against fp32 on the same rounded inputs, with the probabilities of a large vocabulary and a loss scale."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(8, 16, generator=generator).half()
+    weight = (0.1 * torch.randn(5000, 16, generator=generator)).half()
+    targets = torch.randint(0, 5000, (8,), generator=generator)
+    shard = VocabularyShard(start=0, valid=5000, group=None)
+
+    def gradients(dtype):
+        inputs = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        loss, _ = masked_cross_entropy(*inputs, targets, torch.full((8,), 0.01), shard, 3)
+        return torch.autograd.grad(loss * scale, inputs)
+
+    for half, full in zip(gradients(torch.float16), gradients(torch.float32), strict=True):
+        assert half.dtype == torch.float16
+        torch.testing.assert_close(half.float(), full, rtol=2e-3, atol=6e-8)

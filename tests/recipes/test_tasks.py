@@ -21,15 +21,14 @@ def test_devices_that_the_model_does_not_divide(check, tiny):
     tiny.trainer.devices, tiny.trainer.num_nodes = 6, 3
     tiny.trainer.strategy.tensor_model_parallel_size = 2
     tiny.trainer.strategy.pipeline_model_parallel_size = 2
-    tiny.trainer.strategy.context_parallel_size = 5
     with pytest.raises(
         ValueError,
         match="trainer.devices x trainer.num_nodes = 6 x 3 = 18 is not divisible by tensor x pipeline x context "
-        "parallel size = 2 x 2 x 5 = 20; change trainer.devices or the sizes of trainer.strategy",
+        "parallel size = 2 x 2 x 1 = 4; change trainer.devices or the sizes of trainer.strategy",
     ):
         check(tiny)
     tiny.trainer.num_nodes = 10
-    tiny.data.global_batch_size = 96
+    tiny.data.micro_batch_size, tiny.data.global_batch_size = 2, 90
     check(tiny)
 
 
@@ -85,6 +84,7 @@ def test_sequence_longer_than_the_table_of_learned_positions(check, tiny):
         ),
         ("trainer.strategy.tensor_model_parallel_size", 4, "num_query_groups=2 is not divisible by trainer.strategy"),
         ("trainer.strategy.pipeline_model_parallel_size", 3, "num_layers=4 is not divisible by trainer.strategy"),
+        ("trainer.strategy.context_parallel_size", 2, "context_parallel_size=2 is not supported; set it to 1"),
         (
             "trainer.limit_train_batches",
             3,
@@ -116,6 +116,27 @@ def test_fp8_needs_transformer_engine(check, tiny, monkeypatch):
     with pytest.raises(
         ValueError, match="fp8 needs Transformer Engine, which is not installed; install the extra `te`"
     ):
+        check(tiny)
+
+
+def test_fp8_needs_the_layers_of_transformer_engine(check, tiny, monkeypatch):
+    from nemo_dllm.recipes import tasks
+    from nemo_dllm.recipes.builder import set_precision
+
+    set_precision(tiny, "fp8")
+    tiny.model.transformer_impl = "local"
+    monkeypatch.setattr(tasks, "have_transformer_engine", lambda: True)
+    with pytest.raises(ValueError, match="model.transformer_impl='local'; set it to 'transformer_engine'"):
+        check(tiny)
+
+
+def test_sequence_that_sequence_parallelism_cannot_cut(check, tiny):
+    tiny.trainer.devices = 2
+    tiny.trainer.strategy.tensor_model_parallel_size = 2
+    tiny.trainer.strategy.sequence_parallel = True
+    check(tiny)
+    tiny.data.seq_length = 127
+    with pytest.raises(ValueError, match="data.seq_length=127 is not divisible by trainer.strategy.tensor"):
         check(tiny)
 
 

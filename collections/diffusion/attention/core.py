@@ -25,6 +25,13 @@ _KERNELS = [
 ]
 
 
+def refuse_unknown(**arguments: object) -> None:
+    """Refuse what Megatron may hand over and bidirectional attention would not honour."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} is not supported by bidirectional attention; leave it out")
+
+
 class BidirectionalAttention(nn.Module):
     """Attention of every position to every real position, with torch's fused kernels.
 
@@ -45,14 +52,8 @@ class BidirectionalAttention(nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError(
-                f"context_parallel_size={config.context_parallel_size} is not supported by "
-                f"{type(self).__name__}; set context_parallel_size=1"
-            )
+        # Megatron's apply_query_key_layer_scaling only moves a factor past an fp16 product; this softmax is fp32.
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        if config.apply_query_key_layer_scaling:
-            self.scale /= max(1, layer_number)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.sequence_parallel = config.sequence_parallel
 
@@ -66,7 +67,12 @@ class BidirectionalAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params=None,
     ) -> Tensor:
-        """Returns the context, [S, B, H * D]."""
+        """Returns the context, [S, B, H * D].
+
+        Raises:
+            ValueError: for packed sequences and biases, which this kernel does not know.
+        """
+        refuse_unknown(packed_seq_params=packed_seq_params, attention_bias=attention_bias)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBHD, key_SBGD, value_SBGD))
         mask = None if attention_mask is None else bidirectional_mask(attention_mask)
         dropout = self.dropout if self.training else 0.0

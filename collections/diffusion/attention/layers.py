@@ -20,6 +20,15 @@ from nemo_dllm.collections.diffusion.attention.self_attention import FusedSelfAt
 ATTENTION_BACKENDS = ("auto", "sdpa", "te", "eager")
 TRANSFORMER_IMPLS = ("auto", "local", "transformer_engine")
 
+# Fields of a config that ask for more than these layers do, and their plain values.
+_PLAIN = {
+    "context_parallel_size": 1,
+    "mtp_num_layers": None,
+    "multi_latent_attention": False,
+    "softmax_type": "vanilla",
+    "window_size": None,
+}
+
 
 def have_transformer_engine() -> bool:
     """True where Transformer Engine is installed."""
@@ -68,8 +77,11 @@ def diffusion_block_spec(
             (``te`` with Transformer Engine's layers, else ``sdpa``).
     """
     check_layer_choice(transformer_impl, attention_backend)
-    if config.multi_latent_attention:
-        raise ValueError("multi_latent_attention=True is not supported; choose a config with plain attention")
+    for field, plain in _PLAIN.items():
+        if getattr(config, field) not in (plain, None):
+            raise ValueError(
+                f"{field}={getattr(config, field)!r} is not supported by bidirectional layers; set {field}={plain!r}"
+            )
     if config.qk_layernorm and config.normalization != "RMSNorm":
         raise ValueError(
             f"qk_layernorm=True with normalization={config.normalization!r} is not supported; only RMSNorm is"

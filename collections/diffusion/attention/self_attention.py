@@ -24,7 +24,6 @@ class FusedSelfAttention(SelfAttention):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         rotary_pos_emb: Tensor | None = None,
-        packed_seq_params=None,
         **unused: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -33,7 +32,6 @@ class FusedSelfAttention(SelfAttention):
             hidden_states: [S (or this rank's part of it under sequence parallelism), B, hidden].
             attention_mask: what the core attention takes.
             rotary_pos_emb: cosines and sines, fp32 [2, S, 1 or B, 1, T]; None rotates nothing.
-            packed_seq_params: handed on to the core attention.
 
         Returns:
             Output [S, B, hidden] before its bias, and the bias.
@@ -55,7 +53,7 @@ class FusedSelfAttention(SelfAttention):
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(self.core_attention, False, query, key, value, attention_mask)
         else:
-            context = self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+            context = self.core_attention(query, key, value, attention_mask)
         return self.linear_proj(context)
 
     def _norm_weight(self, norm: nn.Module | None) -> Tensor | None:

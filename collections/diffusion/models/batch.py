@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.models.core import Targets
+from nemo_dllm.collections.diffusion.objectives import Objective
 
 NUM_TIME_BUCKETS = 10
 
@@ -32,7 +33,7 @@ class DiffusionBatch(NamedTuple):
     those that were. On the device, so that no metric waits for it."""
 
 
-def corrupt_batch(batch: dict, objective, *, validation: bool) -> DiffusionBatch:
+def corrupt_batch(batch: dict, objective: Objective, *, validation: bool) -> DiffusionBatch:
     """Draw the noise of a micro-batch and list its target positions, on the CPU.
 
     Args:

@@ -32,6 +32,14 @@ class Targets(NamedTuple):
     """fp32: weight of its negative log-likelihood in the loss."""
 
 
+_EXTRA_STATE = "_extra_state"
+
+
+def _forgive_missing_extra_state(module: torch.nn.Module, incompatible_keys) -> None:
+    missing = [name for name in incompatible_keys.missing_keys if not name.endswith(_EXTRA_STATE)]
+    incompatible_keys.missing_keys[:] = missing
+
+
 class DiffusionCore(MegatronGPTModel):
     """Megatron's GPT with explicit positions and a head that scores chosen positions only.
 
@@ -59,7 +67,18 @@ class DiffusionCore(MegatronGPTModel):
             )
         model.__class__ = cls
         model.logical_vocab_size = logical_vocab_size
+        model.register_load_state_dict_post_hook(_forgive_missing_extra_state)
         return model
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """As Megatron's, without Transformer Engine's extra state, which holds nothing but the scales of fp8.
+
+        A checkpoint is then the same whether its layers were Transformer Engine's or local.
+        """
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.config.fp8:
+            return state
+        return {name: value for name, value in state.items() if not name.endswith(_EXTRA_STATE)}
 
     def forward(
         self,

@@ -64,6 +64,10 @@ def masked_cross_entropy(
 class _MaskedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, targets_N, loss_weight_N, shard, chunk):
+        ctx.dtypes = hidden_NH.dtype, weight_VH.dtype
+        if hidden_NH.dtype == torch.float16:
+            # The loss scale that saves fp16 gradients from underflow arrives in the backward pass only.
+            hidden_NH, weight_VH = hidden_NH.float(), weight_VH.float()
         nll_N = torch.empty_like(loss_weight_N)
         grad_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         # fp32: the sum runs over every chunk.
@@ -92,7 +96,10 @@ class _MaskedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss, _grad_nll):
-        scaled = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
+        scaled = [
+            None if grad is None else (grad * grad_loss.to(grad.dtype)).to(dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
         return (*scaled, None, None, None, None)
 
 

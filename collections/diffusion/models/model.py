@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from nemo.collections.llm.gpt.model.base import GPTConfig, GPTModel
+from nemo.collections.llm.gpt.model.base import GPTConfig, GPTModel, default_layer_spec
 from nemo.lightning.pytorch.optim import OptimizerModule
 
 from nemo_dllm.collections.diffusion import cpu
@@ -15,6 +15,7 @@ from nemo_dllm.collections.diffusion.models.core import DiffusionCore, HeadOutpu
 from nemo_dllm.collections.diffusion.models.loss import DiffusionLossReduction
 from nemo_dllm.collections.diffusion.models.saving import keep_write_results_in_process
 from nemo_dllm.collections.diffusion.models.vocabulary import built_vocab_size, check_mask_token
+from nemo_dllm.collections.diffusion.objectives import Objective
 
 
 class DiffusionModel(GPTModel):
@@ -29,19 +30,21 @@ class DiffusionModel(GPTModel):
         attention_backend: ``auto``, ``sdpa``, ``te`` or ``eager``: whose attention kernel.
 
     Raises:
-        ValueError: for an unknown or absent layer implementation, and a mask token outside the vocabulary.
+        ValueError: for an unknown or absent layer implementation, for a config whose layers are not NeMo's default
+            ones, and, when it is built, for a mask token outside the vocabulary.
     """
 
     def __init__(
         self,
         config: GPTConfig,
-        objective,
+        objective: Objective,
         optim: OptimizerModule | None = None,
         tokenizer=None,
         transformer_impl: str = "auto",
         attention_backend: str = "auto",
     ):
         check_layer_choice(transformer_impl, attention_backend)
+        _check_config(config, objective)
         super().__init__(config, optim=optim, tokenizer=tokenizer)
         self.objective = objective
         self.transformer_impl = transformer_impl
@@ -145,6 +148,23 @@ class DiffusionModel(GPTModel):
         """Go on with the noise of the saved run."""
         for field, value in checkpoint.get("noise", {}).items():
             setattr(self.objective, field, value)
+
+
+def _check_config(config: GPTConfig, objective: Objective) -> None:
+    spec = getattr(config.transformer_layer_spec, "func", config.transformer_layer_spec)
+    if spec not in (default_layer_spec, diffusion_block_spec):
+        raise ValueError(
+            f"{type(config).__name__} brings layers of its own (transformer_layer_spec={spec!r}), which bidirectional "
+            "layers would replace; choose a config with NeMo's default_layer_spec"
+        )
+    if config.num_moe_experts and objective.loss_norm != "token":
+        for field in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+            if getattr(config, field):
+                # Megatron divides these by the count of the loss, which other norms do not give in tokens.
+                raise ValueError(
+                    f"loss_norm={objective.loss_norm!r} would change the strength of {field}={getattr(config, field)}; "
+                    f"set loss_norm='token' or {field}=0"
+                )
 
 
 def _accumulate_weight_gradients_in_place(module: torch.nn.Module) -> None:

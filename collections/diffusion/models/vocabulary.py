@@ -2,6 +2,8 @@
 
 from nemo.collections.llm.gpt.model.base import GPTConfig
 
+from nemo_dllm.collections.diffusion.objectives import Objective
+
 
 def built_vocab_size(config: GPTConfig, tokenizer) -> tuple[int, int]:
     """Number of tokens, and number of embedding rows over all tensor-parallel ranks.
@@ -25,7 +27,7 @@ def built_vocab_size(config: GPTConfig, tokenizer) -> tuple[int, int]:
     return tokenizer.vocab_size, _round_up(tokenizer.vocab_size, ranks * config.make_vocab_size_divisible_by)
 
 
-def check_mask_token(objective, tokenizer, vocab_size: int) -> None:
+def check_mask_token(objective: Objective, tokenizer, vocab_size: int) -> None:
     """Fill in the tokenizer's mask token where the objective names none, and check that it is a token.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from nemo_dllm.collections.diffusion.objectives.masked import Corruption, LossSum, MaskedDiffusion
 from nemo_dllm.collections.diffusion.objectives.noise import permutation, uniforms
+from nemo_dllm.collections.diffusion.objectives.objective import Objective
 from nemo_dllm.collections.diffusion.objectives.presets import preset
 from nemo_dllm.collections.diffusion.objectives.schedules import (
     CosineSchedule,
@@ -22,6 +23,7 @@ __all__ = [
     "LinearSchedule",
     "LossSum",
     "MaskedDiffusion",
+    "Objective",
     "PolynomialSchedule",
     "Schedule",
     "get_schedule",
