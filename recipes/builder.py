@@ -15,7 +15,7 @@ from nemo.lightning.pytorch.optim import CosineAnnealingScheduler, MegatronOptim
 from nemo_dllm.collections.diffusion.training.loss_scale import LossScale
 from nemo_dllm.collections.diffusion.training.metrics import DiffusionMetrics
 from nemo_dllm.collections.diffusion.training.progress import RunProgress
-from nemo_dllm.collections.diffusion.training.resume import ResumedCounters, ResumeLatest
+from nemo_dllm.collections.diffusion.training.resume import ResumedCounters, ResumedTokens, ResumeLatest
 
 _HALF = {"autocast_enabled": False, "grad_reduce_in_fp32": True}
 PRECISIONS = {
@@ -146,7 +146,10 @@ def _trainer(layout: Layout, schedule: Schedule) -> run.Config:
         num_nodes=layout.num_nodes,
         devices=layout.gpus_per_node,
         strategy=strategy,
-        callbacks=[run.Config(callback) for callback in (DiffusionMetrics, RunProgress, ResumedCounters, LossScale)],
+        callbacks=[
+            run.Config(callback)
+            for callback in (DiffusionMetrics, RunProgress, ResumedTokens, ResumedCounters, LossScale)
+        ],
         max_steps=schedule.max_steps,
         val_check_interval=schedule.validation_interval,
         check_val_every_n_epoch=None,

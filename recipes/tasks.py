@@ -79,6 +79,8 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
     check_batch_sizes(data.global_batch_size, data.micro_batch_size, world_size // model_size)
     _check_positions(config, data.seq_length)
     _check_divisible(config, strategy, data.seq_length)
+    if trainer.max_steps < 1:
+        raise ValueError(f"trainer.max_steps={trainer.max_steps} must be the number of optimizer steps, at least 1")
     if trainer.limit_train_batches != 1.0:
         raise ValueError(
             f"trainer.limit_train_batches={trainer.limit_train_batches} would feed the same samples again and again; "
@@ -114,6 +116,8 @@ def _check_positions(config, seq_length: int) -> None:
 
 
 def _check_divisible(config, strategy: nl.MegatronStrategy, seq_length: int) -> None:
+    if config.position_embedding_type == "rope" and config.kv_channels % 2:
+        raise ValueError(f"model.config.kv_channels={config.kv_channels} must be even: rotary embeddings turn pairs")
     sizes = {
         "data.seq_length": seq_length if strategy.sequence_parallel else 0,
         "model.config.num_attention_heads": config.num_attention_heads,

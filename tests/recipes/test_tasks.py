@@ -84,6 +84,8 @@ def test_sequence_longer_than_the_table_of_learned_positions(check, tiny):
         ),
         ("trainer.strategy.tensor_model_parallel_size", 4, "num_query_groups=2 is not divisible by trainer.strategy"),
         ("trainer.strategy.pipeline_model_parallel_size", 3, "num_layers=4 is not divisible by trainer.strategy"),
+        ("trainer.max_steps", 0, "trainer.max_steps=0 must be the number of optimizer steps, at least 1"),
+        ("model.config.kv_channels", 47, "model.config.kv_channels=47 must be even: rotary embeddings turn pairs"),
         ("trainer.strategy.context_parallel_size", 2, "context_parallel_size=2 is not supported; set it to 1"),
         (
             "trainer.limit_train_batches",

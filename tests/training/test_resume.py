@@ -274,3 +274,22 @@ def test_a_run_without_checkpoints_starts_anew_unless_told_otherwise(resume, tmp
 def test_the_wrong_model_is_refused_before_it_is_built(run_recipe, killed):
     with pytest.raises(AssertionError, match="is another model's: num_layers=2 there, 1 here"):
         run_recipe(killed, model__config__num_layers=1)
+
+
+def test_a_checkpoint_of_other_tokens_is_refused(killed_folder, tmp_path):
+    """Ids would mean something else, and the loss would only be somewhat worse."""
+    from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
+    from nemo.lightning import io
+
+    from nemo_dllm.collections.diffusion.data.tokenizer import train_byte_bpe
+    from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+    from nemo_dllm.collections.diffusion.training.resume import check_same_tokens
+
+    checkpoint = next(iter(checkpoints_of(killed_folder).values()))
+    tokenizer = io.load_context(checkpoint / "context", subpath="model.tokenizer")
+    check_same_tokens(checkpoint, tokenizer, MaskedDiffusion())
+    other = AutoTokenizer(str(train_byte_bpe(["quite another text, and again another"] * 9, 280, tmp_path / "bpe")))
+    with pytest.raises(ValueError, match="was trained with another tokenizer, of 300 tokens; go on with the text"):
+        check_same_tokens(checkpoint, other, MaskedDiffusion())
+    with pytest.raises(ValueError, match="model.objective.right_shift=False, here it is True; set right_shift=False"):
+        check_same_tokens(checkpoint, tokenizer, MaskedDiffusion(right_shift=True))

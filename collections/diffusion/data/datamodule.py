@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 from nemo.lightning.base import NEMO_DATASETS_CACHE
+from nemo.utils import logging
 
 from nemo_dllm.collections.diffusion.data.base_datamodule import DiffusionDataModule
 from nemo_dllm.collections.diffusion.data.bits_per_byte import count_text_bytes, unigram_bits_per_byte
@@ -151,6 +152,11 @@ class TextDataModule(DiffusionDataModule):
         """Training and validation texts, read once until `setup` is done with them."""
         if self._texts is None:
             corpus = standard_library_sources() if self.path is None else read_text(self.path, self.suffixes)
+            if self.path is not None and (corpus.num_skipped or corpus.num_repeated):
+                logging.warning(
+                    f"path={self.path}: left out {corpus.num_skipped} files that are empty, binary or not UTF-8, and "
+                    f"{corpus.num_repeated} that repeat another"
+                )
             split = split_documents(corpus.documents, self.validation_fraction)
             self._texts = tuple([document.text for document in documents] for documents in split)
         return self._texts

@@ -61,8 +61,8 @@ def read_text(path: str | Path | Sequence[str | Path], suffixes: Sequence[str] |
     if not corpus.documents:
         wanted = f" ending in {', '.join(suffixes)}" if suffixes else ""
         raise ValueError(
-            f"path={_show(paths)} holds no UTF-8 text{wanted} ({corpus.num_skipped} files were binary or empty); "
-            "choose a text file, a folder with text files, or other suffixes"
+            f"path={_show(paths)} holds no UTF-8 text{wanted} ({corpus.num_skipped} files were binary, empty or "
+            "not UTF-8); choose a text file, a folder with text files, or other suffixes"
         )
     return corpus
 

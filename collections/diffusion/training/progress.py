@@ -75,6 +75,14 @@ class RunProgress(ProgressBar):
         """Remove the bar."""
         self._stop()
 
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say so where there was nothing left to train."""
+        if self._enabled and self._console is None:
+            Console(highlight=False, soft_wrap=True).print(
+                f"nothing to do: step {trainer.global_step} of trainer.max_steps={trainer.max_steps} is reached; "
+                "raise trainer.max_steps to go on"
+            )
+
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Give the terminal back."""
         self._stop()

@@ -72,6 +72,48 @@ def check_same_model(checkpoint: Path, config) -> None:
         )
 
 
+def check_same_tokens(checkpoint: Path, tokenizer, objective) -> None:
+    """Check that token ids and logits mean in a run what they mean in its checkpoint.
+
+    Args:
+        checkpoint: folder of a NeMo checkpoint.
+        tokenizer: the run's NeMo tokenizer.
+        objective: the run's objective.
+
+    Raises:
+        ValueError: where the tokens, the mask token or the logit shift are others.
+    """
+    saved = io.load_context(checkpoint / "context", subpath="model")
+    if _vocabulary(saved.tokenizer) != _vocabulary(tokenizer):
+        raise ValueError(
+            f"the checkpoint {checkpoint} was trained with another tokenizer, of {saved.tokenizer.vocab_size} tokens; "
+            "go on with the text (data.path) or data.tokenizer of that run, or choose another run name or log folder"
+        )
+    for field in ("mask_token_id", "right_shift"):
+        there, here = getattr(saved.objective, field), getattr(objective, field)
+        if None not in (there, here) and there != here:
+            raise ValueError(
+                f"the checkpoint {checkpoint} was trained with model.objective.{field}={there}, here it is {here}; "
+                f"set {field}={there}, or choose another run name or log folder"
+            )
+
+
+def _vocabulary(tokenizer) -> dict | int | None:
+    hugging_face = getattr(tokenizer, "tokenizer", None)
+    return hugging_face.get_vocab() if hasattr(hugging_face, "get_vocab") else getattr(tokenizer, "vocab_size", None)
+
+
+class ResumedTokens(pl.Callback):
+    """Refuses to go on from a checkpoint whose token ids mean something else, before anything is built."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Compare with the checkpoint that the trainer is to go on from."""
+        if trainer.ckpt_path:
+            # NeMo points at the weights inside the checkpoint.
+            checkpoint = Path(str(trainer.ckpt_path).removesuffix("/weights"))
+            check_same_tokens(checkpoint, pl_module.tokenizer, pl_module.objective)
+
+
 @dataclass(kw_only=True)
 class ResumeLatest(AutoResume):
     """NeMo's ``AutoResume`` that goes on from the latest complete checkpoint of the run.
@@ -101,6 +143,8 @@ class ResumeLatest(AutoResume):
         if found and model is not None:
             check_same_model(Path(found), model.config)
             logging.info(f"Going on from {found}")
+        elif self.restore_config and "://" not in str(self.restore_config.path) and model is not None:
+            check_same_model(Path(self.restore_config.path), model.config)
         super().setup(trainer, model)
 
     def _find_trainer_ckpt_path(self) -> Path | None:
