@@ -2,8 +2,8 @@
 
     python benchmarks/train.py qwen3_1p7b_mdlm_pretrain --sequences 16
 
-Loader, corruption, clipping, optimizer and metrics are included. Only sizes are overridden; tokens per second are
-tokens of text over the median step after warm-up.
+Loader, corruption, clipping, optimizer and metrics are included. Sizes, precision and the choice of layers are
+overridden; tokens per second are tokens of text over the median step after warm-up.
 """
 
 import argparse

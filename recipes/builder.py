@@ -37,7 +37,8 @@ RECIPES: dict[str, Callable[..., run.Partial]] = {}
 """Every recipe by the name that ``--factory`` takes."""
 
 
-# Fused SwiGLU and residual addition, compiled by torch; the CPU runtime switches them off.
+# Residual addition and the activations of experts fused by torch (dense SwiGLU has a kernel of its own); the CPU
+# runtime switches both off.
 FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
 
 

@@ -73,8 +73,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
         return list(torch.full((len(params),), float(step), dtype=torch.float32, device=device).unbind())
 
 
-def use_group_step_adam() -> bool:
-    """Give Megatron this Adam where it would take torch's own; True if it does."""
+def use_group_step_adam() -> None:
+    """Give Megatron this Adam where it would take torch's own."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -84,7 +84,6 @@ def use_group_step_adam() -> bool:
         optimizer.USING_PYTORCH_OPTIMIZER = False
         # The convention that this Adam follows: one step count in each parameter group.
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
-    return optimizer.Adam is GroupStepAdamW
 
 
 @functools.cache

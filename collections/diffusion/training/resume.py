@@ -83,14 +83,17 @@ def check_same_tokens(checkpoint: Path, tokenizer, objective) -> None:
     Raises:
         ValueError: where the tokens, the mask token or the logit shift are others.
     """
-    saved = io.load_context(checkpoint / "context", subpath="model")
-    if _vocabulary(saved.tokenizer) != _vocabulary(tokenizer):
+    # Not the whole model: that would ask for the layers that it was trained with.
+    context = checkpoint / "context"
+    saved_tokenizer = io.load_context(context, subpath="model.tokenizer")
+    saved_objective = io.load_context(context, subpath="model.objective")
+    if _vocabulary(saved_tokenizer) != _vocabulary(tokenizer):
         raise ValueError(
-            f"the checkpoint {checkpoint} was trained with another tokenizer, of {saved.tokenizer.vocab_size} tokens; "
+            f"the checkpoint {checkpoint} was trained with another tokenizer, of {saved_tokenizer.vocab_size} tokens; "
             "go on with the text (data.path) or data.tokenizer of that run, or choose another run name or log folder"
         )
     for field in ("mask_token_id", "right_shift"):
-        there, here = getattr(saved.objective, field), getattr(objective, field)
+        there, here = getattr(saved_objective, field), getattr(objective, field)
         if None not in (there, here) and there != here:
             raise ValueError(
                 f"the checkpoint {checkpoint} was trained with model.objective.{field}={there}, here it is {here}; "
