@@ -77,6 +77,19 @@ def test_weights_trained_with_transformer_engine_load_into_local_layers(run_on_g
     assert done.stdout.strip().endswith("True")
 
 
+@needs_transformer_engine
+@pytest.mark.parametrize("first, then", [("local", "transformer_engine"), ("transformer_engine", "local")])
+def test_a_run_goes_on_with_the_other_layers(run_on_gpu, first, then):
+    """The same weights and optimizer states under other names: the losses stay within what bf16 kernels differ by."""
+    straight = run_on_gpu("straight", **{"model.transformer_impl": first})
+    run_on_gpu("changed", killed_after=7, **{"model.transformer_impl": first})
+    resumed = run_on_gpu("changed", **{"model.transformer_impl": then})
+    assert resumed["start"] == 6
+    for step, loss in resumed["losses"].items():
+        assert loss == pytest.approx(straight["losses"][step], rel=1e-2)
+        assert resumed["samples"][step] == straight["samples"][step]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16", pytest.param("fp8", marks=needs_transformer_engine)])
 def test_every_precision_trains(run_on_gpu, precision):
     record = run_on_gpu(precision, precision=precision, **{"trainer.max_steps": 6})
