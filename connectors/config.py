@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 
 from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
-from nemo_dllm.connectors.config_table import both_rope_spellings, dtype_name
+from nemo_dllm.connectors.config_table import dtype_name
 from nemo_dllm.connectors.facts import RIGHT_SHIFT_FIELD, CheckpointFacts, weights_dtype
 from nemo_dllm.connectors.families import family_of, find_family
+from nemo_dllm.connectors.rope import both_rope_spellings
 
 
 class Origin(NamedTuple):

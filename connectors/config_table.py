@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from nemo_dllm.connectors.rope import Rope
 
 REQUIRED = object()
 
@@ -22,20 +24,33 @@ class Field(NamedTuple):
     """Whether another value is another model; False for settings of training."""
 
 
+class Rule(Protocol):
+    """Values that the two configurations hold in different forms."""
+
+    def to_nemo(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments for the NeMo configuration, always under the same names.
+
+        Raises:
+            ValueError: for values that are absent or not supported.
+        """
+
+    def to_hf(self, config) -> dict[str, Any]:
+        """Fields of config.json that describe a NeMo configuration."""
+
+
 @dataclass(frozen=True)
 class ConfigTable:
     """How a family's config.json and NeMo's configuration translate into each other.
 
-    Rotary embeddings are handled for all families: base and linear scaling, in the spelling of transformers 4
-    (``rope_theta``, ``rope_scaling``) and 5 (``rope_parameters``).
-
     Args:
         fields: values held by both.
         fixed: values that a config.json must have where it names the field, because the NeMo model implies them.
+        rules: values held in different forms; the rotary embedding is one of them.
     """
 
     fields: tuple[Field, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    rules: tuple[Rule, ...] = (Rope(),)
 
     def to_nemo(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments for the NeMo configuration.
@@ -59,11 +74,16 @@ class ConfigTable:
         if unsupported:
             raise ValueError(f"config.json of model_type={hf.get('model_type')!r} has {'; '.join(unsupported)}")
         values = {f.nemo: f.default if hf.get(f.hf) is None else hf[f.hf] for f in self.fields}
-        return values | _rope_to_nemo(hf)
+        for rule in self.rules:
+            values |= rule.to_nemo(hf)
+        return values
 
     def to_hf(self, config) -> dict[str, Any]:
-        """Fields of config.json that describe a NeMo configuration, rotary embeddings in both spellings."""
-        return {f.hf: getattr(config, f.nemo) for f in self.fields} | dict(self.fixed) | _rope_to_hf(config)
+        """Fields of config.json that describe a NeMo configuration."""
+        values = {f.hf: getattr(config, f.nemo) for f in self.fields} | dict(self.fixed)
+        for rule in self.rules:
+            values |= rule.to_hf(config)
+        return values
 
     def differences(self, config, hf: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Where a NeMo configuration describes another model than config.json: NeMo's name to (model's, file's)."""
@@ -81,14 +101,10 @@ class ConfigTable:
         hf_names = {f.nemo: f.hf for f in self.fields}
         differing = self.differences(config, hf)
         changed = {hf_names[name]: value for name, (value, _) in differing.items() if name in hf_names}
-        rope = _rope_to_hf(config) if differing.keys() - hf_names.keys() else {}
-        return {**hf, **changed, **rope}
-
-
-def both_rope_spellings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json whose rotary fields transformers 4 and 5 both find."""
-    theta, scaling = _read_rope(hf)
-    return {**hf, **_rope_fields(theta, scaling)}
+        for rule in self.rules:
+            if not differing.keys().isdisjoint(rule.to_nemo(hf)):
+                changed |= rule.to_hf(config)
+        return {**hf, **changed}
 
 
 def hf_dtype(hf: Mapping[str, Any]) -> torch.dtype | None:
@@ -108,37 +124,3 @@ def hf_dtype(hf: Mapping[str, Any]) -> torch.dtype | None:
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as config.json spells it."""
     return str(dtype).removeprefix("torch.")
-
-
-def _read_rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Base and scaling (``rope_type`` and its numbers) of the rotary embedding."""
-    parameters = hf.get("rope_parameters") or {}
-    theta = parameters.get("rope_theta", hf.get("rope_theta"))
-    if theta is None:
-        raise ValueError("config.json has neither rope_theta nor rope_parameters.rope_theta; add the base used")
-    scaling = {name: value for name, value in parameters.items() if name != "rope_theta"} or hf.get("rope_scaling")
-    scaling = dict(scaling or {})
-    scaling["rope_type"] = scaling.pop("type", scaling.get("rope_type")) or "default"
-    return theta, scaling
-
-
-def _rope_to_nemo(hf: Mapping[str, Any]) -> dict[str, Any]:
-    theta, scaling = _read_rope(hf)
-    factors = {"default": lambda: None, "linear": lambda: scaling["factor"]}
-    if scaling["rope_type"] not in factors:
-        raise ValueError(f"rope_type={scaling['rope_type']!r} is not supported; known: {', '.join(factors)}")
-    return {"rotary_base": theta, "seq_len_interpolation_factor": factors[scaling["rope_type"]]()}
-
-
-def _rope_to_hf(config) -> dict[str, Any]:
-    factor = config.seq_len_interpolation_factor
-    scaling = {"rope_type": "default"} if factor is None else {"rope_type": "linear", "factor": factor}
-    return _rope_fields(config.rotary_base, scaling)
-
-
-def _rope_fields(theta: float, scaling: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "rope_theta": theta,
-        "rope_scaling": None if scaling["rope_type"] == "default" else dict(scaling),
-        "rope_parameters": {"rope_theta": theta, **scaling},
-    }

@@ -1,16 +1,14 @@
 """Qwen3, and the same weights as a diffusion model in the layout of dllm (``a2d-qwen3``)."""
 
 from nemo_dllm.connectors.config_table import ConfigTable, Field
-from nemo_dllm.connectors.family import Family, HFClass
-from nemo_dllm.connectors.key_table import (
-    GatedPair,
-    KeyTable,
-    QueryKeyValue,
-    Replicated,
-    Row,
-    SplitColumns,
-    VocabularyRows,
+from nemo_dllm.connectors.decoder_keys import (
+    attention_rows,
+    decoder_key_table,
+    dense_mlp_rows,
+    query_key_norm_rows,
 )
+from nemo_dllm.connectors.family import Family, HFClass
+from nemo_dllm.connectors.key_table import KeyTable
 
 
 def _nemo_config() -> type:
@@ -20,51 +18,10 @@ def _nemo_config() -> type:
 
 
 def _key_table(config) -> KeyTable:
-    tied = config.share_embeddings_and_output_weights
     layers = range(config.num_layers)
-    attention, mlp = "decoder.layers.{layer}.self_attention.", "decoder.layers.{layer}.mlp."
-    hf = "model.layers.{layer}."
-    # With tied embeddings the last of several pipeline stages holds the table again, as its output layer.
-    embedding_names = ("embedding.word_embeddings.weight",) + (("output_layer.weight",) if tied else ())
-    head = () if tied else (Row(("output_layer.weight",), ("lm_head.weight",), VocabularyRows()),)
-    return KeyTable(
-        rows=(
-            Row(embedding_names, ("model.embed_tokens.weight",), VocabularyRows()),
-            Row(
-                (f"{attention}linear_qkv.layer_norm_weight", "decoder.layers.{layer}.input_layernorm.weight"),
-                (f"{hf}input_layernorm.weight",),
-                Replicated(),
-                layers,
-            ),
-            Row(
-                (f"{attention}linear_qkv.weight",),
-                tuple(f"{hf}self_attn.{part}_proj.weight" for part in "qkv"),
-                QueryKeyValue(),
-                layers,
-            ),
-            Row((f"{attention}q_layernorm.weight",), (f"{hf}self_attn.q_norm.weight",), Replicated(), layers),
-            Row((f"{attention}k_layernorm.weight",), (f"{hf}self_attn.k_norm.weight",), Replicated(), layers),
-            Row((f"{attention}linear_proj.weight",), (f"{hf}self_attn.o_proj.weight",), SplitColumns(), layers),
-            Row(
-                (f"{mlp}linear_fc1.layer_norm_weight", "decoder.layers.{layer}.pre_mlp_layernorm.weight"),
-                (f"{hf}post_attention_layernorm.weight",),
-                Replicated(),
-                layers,
-            ),
-            Row(
-                (f"{mlp}linear_fc1.weight",),
-                (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight"),
-                GatedPair(),
-                layers,
-            ),
-            Row((f"{mlp}linear_fc2.weight",), (f"{hf}mlp.down_proj.weight",), SplitColumns(), layers),
-            Row(("decoder.final_layernorm.weight",), ("model.norm.weight",), Replicated()),
-            *head,
-        ),
-        ignored={
-            "model.layers.*.self_attn.rotary_emb.inv_freq": "computed from the rotary base",
-            **({"lm_head.weight": "tied to model.embed_tokens.weight"} if tied else {}),
-        },
+    return decoder_key_table(
+        config,
+        [*attention_rows(layers), *query_key_norm_rows(layers), *dense_mlp_rows(layers)],
     )
 
 

@@ -3,9 +3,10 @@ import json
 import pytest
 import torch
 
-from nemo_dllm.connectors.config_table import ConfigTable, Field, both_rope_spellings, hf_dtype
+from nemo_dllm.connectors.config_table import ConfigTable, Field, hf_dtype
 from nemo_dllm.connectors.families import find_family
 from nemo_dllm.connectors.qwen3 import QWEN3
+from nemo_dllm.connectors.rope import both_rope_spellings
 
 
 def hf_config(models, name="qwen3", **changes):
