@@ -67,8 +67,9 @@ def diffusion_hf_config(
     if origin is None or origin.facts.attention == "causal":
         target = family.diffusion_class
         hf = both_rope_spellings(hf) | {"model_type": target.model_type, "architectures": [target.architecture]}
-        # It names the classes of the origin.
-        hf.pop("auto_map", None)
+        hf.pop("auto_map", None)  # It names the classes of the origin.
+        if target.code is not None:
+            hf["auto_map"] = dict(target.code.auto_map)
         return hf | told
     # What the origin's reader finds without a field needs none.
     found = {

@@ -2,10 +2,19 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_dllm.connectors.config_table import ConfigTable
 from nemo_dllm.connectors.key_table import KeyTable
+
+
+class ModelingCode(NamedTuple):
+    """Python code with which transformers loads a class that it lacks; exports bring it along."""
+
+    file: Path
+    auto_map: Mapping[str, str]
+    """Field of config.json: automatic class of transformers to ``MODULE.CLASS``."""
 
 
 class HFClass(NamedTuple):
@@ -15,6 +24,8 @@ class HFClass(NamedTuple):
     architecture: str
     attention: str
     """``causal``, ``bidirectional`` or ``block_causal``: how the class attends when given no mask of its own."""
+    code: ModelingCode | None = None
+    """Where exports of the class bring its code along."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, DEFAULT_SHARD_SIZ
 from nemo_dllm.connectors.companions import companion_files, read_origin
 from nemo_dllm.connectors.config import diffusion_hf_config
 from nemo_dllm.connectors.families import family_of
+from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.load import export_hf_tensors
 
 # NeMo saves the Megatron model as a child of its own module.
@@ -68,6 +69,8 @@ def export_hf_checkpoint(
             files = companion_files(nemo_path)
             if config != origin.config:
                 del files[CONFIG_FILE]
+        if origin is None or origin.facts.attention == "causal":
+            files |= _modeling_files(family_of(model.config))
         return write_hf_checkpoint(
             output_path,
             config,
@@ -122,6 +125,11 @@ def _tokenizer_files(tokenizer) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.tokenizer.save_pretrained(folder)
         return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
+def _modeling_files(family: Family) -> dict[str, bytes]:
+    code = family.diffusion_class.code
+    return {} if code is None else {code.file.name: code.file.read_bytes()}
 
 
 def _special_ids(tokenizer) -> dict[str, int]:

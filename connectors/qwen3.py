@@ -1,5 +1,6 @@
 """Qwen3, and the same weights as a diffusion model in the layout of dllm (``a2d-qwen3``)."""
 
+from nemo_dllm.connectors.a2d import a2d_class
 from nemo_dllm.connectors.config_table import ConfigTable, Field
 from nemo_dllm.connectors.decoder_keys import (
     attention_rows,
@@ -29,7 +30,7 @@ QWEN3 = Family(
     name="qwen3",
     hf_classes=(
         HFClass("qwen3", "Qwen3ForCausalLM", "causal"),
-        HFClass("a2d-qwen3", "A2DQwen3LMHeadModel", "bidirectional"),
+        a2d_class("Qwen3"),
     ),
     nemo_config=_nemo_config,
     config=ConfigTable(

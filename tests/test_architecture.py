@@ -63,9 +63,11 @@ ROOMS = {
     "collections.diffusion.evaluation": Room("torch sampling inference", inside="lm_eval transformers datasets"),
     "collections.diffusion.serving": Room("torch sampling inference", inside="fastapi uvicorn pydantic transformers"),
     "connectors": Room(
-        "torch nemo megatron lightning safetensors models cpu single_process",
+        "torch nemo megatron lightning safetensors models cpu single_process connectors.modeling",
         inside="transformers huggingface_hub tokenizers gguf accelerate",
     ),
+    # Its files stand alone in exports.
+    "connectors.modeling": Room("torch transformers"),
     "recipes": Room("* nemo_run recipes"),
 }
 

@@ -74,11 +74,17 @@ def test_an_autoregressive_checkpoint_comes_back_as_a_diffusion_model(make_model
     assert_same_weights(exported, models / name)
     for file in COMPANIONS:
         assert (exported / file).read_bytes() == (models / name / file).read_bytes()
-    assert sorted(file.name for file in exported.iterdir()) == sorted(["config.json", "model.safetensors", *COMPANIONS])
+    files = ["config.json", "model.safetensors", "modeling_a2d.py", *COMPANIONS]
+    assert sorted(file.name for file in exported.iterdir()) == sorted(files)
     source, config = read_config(models / name), read_config(exported)
     assert {key: value for key, value in config.items() if value != source.get(key, ...)} == {
         "model_type": "a2d-qwen3",
         "architectures": ["A2DQwen3LMHeadModel"],
+        "auto_map": {
+            "AutoConfig": "modeling_a2d.A2DQwen3Config",
+            "AutoModel": "modeling_a2d.A2DQwen3LMHeadModel",
+            "AutoModelForMaskedLM": "modeling_a2d.A2DQwen3LMHeadModel",
+        },
         "mask_token_id": 196,
         "right_shift_logits": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
