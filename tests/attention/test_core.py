@@ -13,11 +13,11 @@ pytest.importorskip("megatron.core")
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_dllm.collections.diffusion.attention.core import BidirectionalAttention, EagerBidirectionalAttention
-from nemo_dllm.collections.diffusion.attention.masks import visible_keys
+from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, sdpa
+from nemo_dllm.collections.diffusion.attention.masks import Bidirectional
 
 S, B, H, D = 7, 3, 4, 8
-BACKENDS = [BidirectionalAttention, EagerBidirectionalAttention]
+BACKENDS = [sdpa, eager]
 KEY_MASKS = {
     "no mask": None,
     "right padding": torch.tensor([[1] * 7, [1] * 4 + [0] * 3, [1] + [0] * 6]).bool(),
@@ -31,8 +31,16 @@ def config_of(**fields):
     )
 
 
-def attention_of(cls, layer_number=1, **fields):
-    return cls(config_of(**fields), layer_number, AttnMaskType.no_mask, "self")
+def attention_of(kernel, layer_number=1, softmax_scale=None, **fields):
+    return PatternAttention(
+        config_of(**fields),
+        layer_number,
+        AttnMaskType.no_mask,
+        "self",
+        softmax_scale=softmax_scale,
+        bidirectional=kernel,
+        patterned=kernel,
+    )
 
 
 def inputs(groups, seed=0):
@@ -42,7 +50,7 @@ def inputs(groups, seed=0):
 
 def forward_and_gradients(attention, tensors, key_mask):
     """The context, and its gradients for an upstream gradient that differs at every entry."""
-    context_SBX = attention(*tensors, key_mask)
+    context_SBX = attention(*tensors, Bidirectional(key_mask))
     upstream = torch.randn(context_SBX.shape, generator=torch.Generator().manual_seed(1))
     return [context_SBX, *torch.autograd.grad(context_SBX, tensors, upstream)]
 
@@ -65,9 +73,9 @@ def attention_by_loops(query, key, value, key_mask, scale):
 @pytest.mark.parametrize("groups", [H, 2, 1], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("mask", KEY_MASKS)
 def test_fused_kernels_equal_the_spelled_out_form_forward_and_backward(groups, mask):
-    fused = forward_and_gradients(attention_of(BidirectionalAttention), inputs(groups), KEY_MASKS[mask])
-    eager = forward_and_gradients(attention_of(EagerBidirectionalAttention), inputs(groups), KEY_MASKS[mask])
-    for name, a, b in zip(("context", "query", "key", "value"), fused, eager, strict=True):
+    fused = forward_and_gradients(attention_of(sdpa), inputs(groups), KEY_MASKS[mask])
+    spelled_out = forward_and_gradients(attention_of(eager), inputs(groups), KEY_MASKS[mask])
+    for name, a, b in zip(("context", "query", "key", "value"), fused, spelled_out, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -76,7 +84,7 @@ def test_fused_kernels_equal_the_spelled_out_form_forward_and_backward(groups, m
 @pytest.mark.parametrize("mask", KEY_MASKS)
 def test_both_equal_a_loop_over_samples_heads_and_queries(backend, groups, mask):
     tensors = [x.detach() for x in inputs(groups)]
-    context = attention_of(backend)(*tensors, KEY_MASKS[mask])
+    context = attention_of(backend)(*tensors, Bidirectional(KEY_MASKS[mask]))
     expected = attention_by_loops(*tensors, KEY_MASKS[mask], scale=1 / math.sqrt(D))
     torch.testing.assert_close(context.double(), expected, rtol=0, atol=1e-5)
 
@@ -85,7 +93,7 @@ def test_both_equal_a_loop_over_samples_heads_and_queries(backend, groups, mask)
 def test_another_mask_or_grouping_would_be_noticed(backend):
     """The mutated twin of the two tests above."""
     query, key, value = (x.detach() for x in inputs(2))
-    context = attention_of(backend)(query, key, value, KEY_MASKS["right padding"])
+    context = attention_of(backend)(query, key, value, Bidirectional(KEY_MASKS["right padding"]))
     for wrong in (
         (query, key, value, None, 1 / math.sqrt(D)),
         (query, key, value, ~KEY_MASKS["right padding"] | KEY_MASKS["left padding"], 1 / math.sqrt(D)),
@@ -97,13 +105,13 @@ def test_another_mask_or_grouping_would_be_noticed(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("mask_type", [None, AttnMaskType.causal, AttnMaskType.no_mask])
+@pytest.mark.parametrize("mask_type", [AttnMaskType.causal, AttnMaskType.no_mask])
 def test_the_last_position_reaches_the_first_whatever_mask_type_the_layer_names(backend, training, mask_type):
-    attention = attention_of(backend).train(training)
+    attention = PatternAttention(config_of(), 1, mask_type, "self", bidirectional=backend).train(training)
     query, key, value = (x.detach() for x in inputs(2))
-    before = attention(query, key, value, None, mask_type)
+    before = attention(query, key, value, Bidirectional())
     value[-1] += 1
-    after = attention(query, key, value, None, mask_type)
+    after = attention(query, key, value, Bidirectional())
     assert ((after - before)[0].abs() > 1e-3).all()
 
 
@@ -112,22 +120,24 @@ def test_all_ones_mask_is_no_mask(backend):
     tensors = [x.detach() for x in inputs(2)]
     ones = torch.ones(B, S, dtype=torch.bool)
     attention = attention_of(backend)
-    torch.testing.assert_close(attention(*tensors, ones), attention(*tensors, None), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        attention(*tensors, Bidirectional(ones)), attention(*tensors, Bidirectional()), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_hidden_key_has_no_influence_at_all(backend):
     attention, key_mask = attention_of(backend), KEY_MASKS["right padding"]
     query, key, value = (x.detach() for x in inputs(2))
-    before = attention(query, key, value, key_mask)
+    before = attention(query, key, value, Bidirectional(key_mask))
     hidden_SB = ~key_mask.t()
     key[hidden_SB], value[hidden_SB] = 1e4, -1e4
-    assert torch.equal(attention(query, key, value, key_mask), before)
+    assert torch.equal(attention(query, key, value, Bidirectional(key_mask)), before)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_row_of_pads_is_finite_forward_and_backward(backend):
-    key_mask = visible_keys(torch.tensor([[1] * 7, [0] * 7, [0] * 6 + [1]]))
+    key_mask = torch.tensor([[1] * 7, [0] * 7, [0] * 6 + [1]])
     for tensor in forward_and_gradients(attention_of(backend), inputs(2), key_mask):
         assert tensor.isfinite().all()
 
@@ -136,25 +146,18 @@ def test_a_row_of_pads_is_finite_forward_and_backward(backend):
 def test_scale_follows_the_configs(backend):
     query, key, value = (x.detach() for x in inputs(H))
     layer_scaled = attention_of(backend, layer_number=3, apply_query_key_layer_scaling=True)
-    given = backend(config_of(), 1, AttnMaskType.no_mask, "self", softmax_scale=0.5)
+    given = attention_of(backend, softmax_scale=0.5)
     # Megatron takes the layer's factor back inside the softmax.
     for attention, scale in ((layer_scaled, 1 / math.sqrt(D)), (given, 0.5)):
         expected = attention_by_loops(query, key, value, None, scale)
-        torch.testing.assert_close(attention(query, key, value, None).double(), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(attention(query, key, value, Bidirectional()).double(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bfloat16_is_near_fp32_of_the_same_inputs(backend):
     tensors = [x.detach().bfloat16() for x in inputs(2)]
     attention = attention_of(backend)
-    context = attention(*tensors, KEY_MASKS["left padding"])
+    context = attention(*tensors, Bidirectional(KEY_MASKS["left padding"]))
     assert context.dtype == torch.bfloat16
-    expected = attention(*(x.float() for x in tensors), KEY_MASKS["left padding"])
+    expected = attention(*(x.float() for x in tensors), Bidirectional(KEY_MASKS["left padding"]))
     torch.testing.assert_close(context.float(), expected, rtol=0, atol=2e-2)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("argument", ["packed_seq_params", "attention_bias"])
-def test_what_the_kernel_does_not_know_is_refused(backend, argument):
-    with pytest.raises(ValueError, match=f"{argument} is not supported by bidirectional attention; leave it out"):
-        attention_of(backend)(*inputs(2), None, **{argument: torch.zeros(1)})

@@ -13,7 +13,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_dllm.collections.diffusion.attention import layers
-from nemo_dllm.collections.diffusion.attention.core import BidirectionalAttention, EagerBidirectionalAttention
+from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, sdpa
 from nemo_dllm.collections.diffusion.attention.norms import LocalLayerNorm, LocalRMSNorm
 from nemo_dllm.collections.diffusion.attention.self_attention import FusedSelfAttention
 
@@ -77,7 +77,7 @@ def test_no_causal_core_and_no_norm_without_sequence_parallelism(name, normaliza
     norms = {cls for place, cls in found if "norm" in place and cls is not IdentityOp}
     assert norms == {{"RMSNorm": LocalRMSNorm, "LayerNorm": LocalLayerNorm}[normalization]}
     cores = [cls for place, cls in found if place.endswith("core_attention")]
-    assert cores == [BidirectionalAttention] * 2
+    assert cores == [PatternAttention] * 2
     attentions = [layer.submodules.self_attention.module for layer in spec.layer_specs]
     assert attentions == [FusedSelfAttention] * 2
     kinds = [layer.submodules.self_attention.params["attn_mask_type"] for layer in spec.layer_specs]
@@ -101,12 +101,12 @@ def test_megatrons_own_specification_is_not_changed():
     assert modules_of(get_gpt_decoder_block_spec(config, False)) == before
 
 
-@pytest.mark.parametrize(
-    "backend, core", [("sdpa", BidirectionalAttention), ("eager", EagerBidirectionalAttention)], ids=["sdpa", "eager"]
-)
-def test_the_backend_chooses_the_core(backend, core):
+@pytest.mark.parametrize("backend, kernel", [("sdpa", sdpa), ("eager", eager)], ids=["sdpa", "eager"])
+def test_the_backend_chooses_the_kernels(backend, kernel):
     spec = layers.diffusion_block_spec(config_of("dense"), transformer_impl="local", attention_backend=backend)
-    assert [layer.submodules.self_attention.submodules.core_attention for layer in spec.layer_specs] == [core] * 2
+    for layer in spec.layer_specs:
+        core = layer.submodules.self_attention.submodules.core_attention
+        assert core.params == {"bidirectional": kernel, "patterned": kernel}
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""Bidirectional core attention for Megatron's layers.
+"""Core attention for Megatron's layers, under any pattern of ``masks``.
 
-Shape letters: S positions, B samples, H query heads and G key/value heads of this rank, D head size.
+Shape letters: Q query positions, K key positions, B samples, H query heads and G key/value heads of this rank, D head
+size.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nemo_dllm.collections.diffusion.attention.masks import bidirectional_mask
+from nemo_dllm.collections.diffusion.attention.masks import (
+    Pattern,
+    bidirectional_mask,
+    dense_mask,
+    sees_all_real_tokens,
+)
 
 # In order of preference on a GPU; torch falls through to the next kernel that takes the inputs.
 _KERNELS = [
@@ -24,20 +31,45 @@ _KERNELS = [
     SDPBackend.MATH,
 ]
 
-
-def refuse_unknown(**arguments: object) -> None:
-    """Refuse what Megatron may hand over and bidirectional attention would not honour."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{name} is not supported by bidirectional attention; leave it out")
+Kernel = Callable[[Tensor, Tensor, Tensor, Pattern, float, float], Tensor]
+"""(query [B, H, Q, D], key and value [B, G, K, D], pattern, scale, dropout) -> context [B, H, Q, D]."""
 
 
-class BidirectionalAttention(nn.Module):
-    """Attention of every position to every real position, with torch's fused kernels.
+def sdpa(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, scale: float, dropout: float) -> Tensor:
+    """Torch's fused kernels; every mask but that of :class:`Bidirectional` without documents is dense."""
+    grouped = query.size(1) != key.size(1)
+    mask = _mask(pattern, query, key)
+    with sdpa_kernel(_KERNELS, set_priority=True):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped
+        )
 
-    Takes the place of Megatron's ``DotProductAttention``: same constructor, same [S, B, heads, D] layout.
-    ``attention_mask`` is a bool key mask [B, S], True = real token, or None when there is no padding; then no mask
-    tensor exists at all.
+
+def eager(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, scale: float, dropout: float) -> Tensor:
+    """Attention spelled out, softmax in fp32: the reference that the fused kernels are tested against."""
+    repeats = query.size(1) // key.size(1)
+    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    scores = torch.matmul(query, key.transpose(-2, -1)).float() * scale
+    mask = _mask(pattern, query, key)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    probabilities = F.dropout(scores.softmax(-1), dropout)
+    return torch.matmul(probabilities.to(value.dtype), value)
+
+
+def _mask(pattern: Pattern, query: Tensor, key: Tensor) -> Tensor | None:
+    """Bool, broadcasts to [B, H, Q, K]; None, and no tensor at all, where every token sees every token."""
+    if sees_all_real_tokens(pattern):
+        return None if pattern.key_mask_BL is None else bidirectional_mask(pattern.key_mask_BL)
+    return dense_mask(pattern, query.size(2), key.size(2), query.device)
+
+
+class PatternAttention(nn.Module):
+    """Attention under a pattern of ``masks``. Takes the place of Megatron's ``DotProductAttention``.
+
+    Args:
+        bidirectional: kernel where every token sees every real token (:func:`~masks.sees_all_real_tokens`).
+        patterned: kernel of every other pattern.
     """
 
     def __init__(
@@ -50,56 +82,25 @@ class BidirectionalAttention(nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
+        bidirectional: Kernel = sdpa,
+        patterned: Kernel = sdpa,
     ):
         super().__init__()
         # Megatron's apply_query_key_layer_scaling only moves a factor past an fp16 product; this softmax is fp32.
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.sequence_parallel = config.sequence_parallel
+        self.bidirectional, self.patterned = bidirectional, patterned
 
-    def forward(
-        self,
-        query_SBHD: Tensor,
-        key_SBGD: Tensor,
-        value_SBGD: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params=None,
-    ) -> Tensor:
-        """Returns the context, [S, B, H * D].
-
-        Raises:
-            ValueError: for packed sequences and biases, which this kernel does not know.
-        """
-        refuse_unknown(packed_seq_params=packed_seq_params, attention_bias=attention_bias)
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBHD, key_SBGD, value_SBGD))
-        mask = None if attention_mask is None else bidirectional_mask(attention_mask)
+    def forward(self, query_QBHD: Tensor, key_KBGD: Tensor, value_KBGD: Tensor, pattern: Pattern) -> Tensor:
+        """Returns the context, [Q, B, H * D]. The queries may be the first Q of the K positions only."""
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query_QBHD, key_KBGD, value_KBGD))
+        kernel = self.bidirectional if sees_all_real_tokens(pattern) else self.patterned
         dropout = self.dropout if self.training else 0.0
         if dropout and not self.sequence_parallel:
             with get_cuda_rng_tracker().fork():
-                context_BHSD = self.attend(query, key, value, mask, dropout)
+                context_BHQD = kernel(query, key, value, pattern, self.scale, dropout)
         else:
-            context_BHSD = self.attend(query, key, value, mask, dropout)
-        return context_BHSD.permute(2, 0, 1, 3).flatten(2)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        """Scaled dot product attention over [B, heads, S, D]."""
-        grouped = query.size(1) != key.size(1)
-        with sdpa_kernel(_KERNELS, set_priority=True):
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, dropout_p=dropout, scale=self.scale, enable_gqa=grouped
-            )
-
-
-class EagerBidirectionalAttention(BidirectionalAttention):
-    """The same attention spelled out, softmax in fp32: the reference that the fused kernels are tested against."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        repeats = query.size(1) // key.size(1)
-        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        scores = torch.matmul(query, key.transpose(-2, -1)).float() * self.scale
-        if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
-        probabilities = F.dropout(scores.softmax(-1), dropout)
-        return torch.matmul(probabilities.to(value.dtype), value)
+            context_BHQD = kernel(query, key, value, pattern, self.scale, dropout)
+        return context_BHQD.permute(2, 0, 1, 3).flatten(2)

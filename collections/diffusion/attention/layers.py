@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_dllm.collections.diffusion.attention.core import BidirectionalAttention, EagerBidirectionalAttention
+from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, sdpa
 from nemo_dllm.collections.diffusion.attention.mlp import FusedMLP
 from nemo_dllm.collections.diffusion.attention.norms import LOCAL_NORMS
 from nemo_dllm.collections.diffusion.attention.self_attention import FusedSelfAttention
@@ -102,15 +102,16 @@ def diffusion_block_spec(
     )
 
 
-def _core_attention(backend: str) -> type:
+def _core_attention(backend: str) -> ModuleSpec:
     if backend == "te":
-        from nemo_dllm.collections.diffusion.attention.transformer_engine import TEBidirectionalAttention
+        from nemo_dllm.collections.diffusion.attention.transformer_engine import TEPatternAttention
 
-        return TEBidirectionalAttention
-    return {"sdpa": BidirectionalAttention, "eager": EagerBidirectionalAttention}[backend]
+        return ModuleSpec(TEPatternAttention)
+    kernel = {"sdpa": sdpa, "eager": eager}[backend]
+    return ModuleSpec(PatternAttention, params={"bidirectional": kernel, "patterned": kernel})
 
 
-def _swap(layer: ModuleSpec, *, core_attention: type, norm: type | None) -> ModuleSpec:
+def _swap(layer: ModuleSpec, *, core_attention: ModuleSpec, norm: type | None) -> ModuleSpec:
     """Copy a layer's spec with our fused modules, another core attention and, given one, another norm."""
     layer = copy.deepcopy(layer)
     attention = layer.submodules.self_attention

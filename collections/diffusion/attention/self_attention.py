@@ -4,12 +4,16 @@ Shape letters: S positions, B samples, G key/value heads and H = G * R query hea
 dimensions (T <= D).
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
+
+from nemo_dllm.collections.diffusion.attention.masks import Pattern
 
 
 class FusedSelfAttention(SelfAttention):
@@ -22,21 +26,24 @@ class FusedSelfAttention(SelfAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: None = None,
         rotary_pos_emb: Tensor | None = None,
+        attention_bias: Pattern | None = None,
         **unused: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
         Args:
             hidden_states: [S (or this rank's part of it under sequence parallelism), B, hidden].
-            attention_mask: what the core attention takes.
+            attention_mask: unused. Megatron saves it as a tensor when it recomputes layers, which a pattern is not;
+                it hands ``attention_bias`` over as it is.
             rotary_pos_emb: cosines and sines, fp32 [2, S, 1 or B, 1, T]; None rotates nothing.
+            attention_bias: the pattern of attention.
 
         Returns:
             Output [S, B, hidden] before its bias, and the bias.
         """
-        assert all(value is None for value in unused.values()), f"not supported: {unused}"
+        assert all(value is None for value in (attention_mask, *unused.values())), f"not supported: {unused}"
         if self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]:
             rotary_pos_emb = None
         qkv, _ = self.linear_qkv(hidden_states)
@@ -50,10 +57,11 @@ class FusedSelfAttention(SelfAttention):
             eps=self.config.layernorm_epsilon,
             interleaved=self.config.rotary_interleaved,
         )
+        attend = partial(self.core_attention, pattern=attention_bias)
         if self.checkpoint_core_attention and self.training:
-            context = tensor_parallel.checkpoint(self.core_attention, False, query, key, value, attention_mask)
+            context = tensor_parallel.checkpoint(attend, False, query, key, value)
         else:
-            context = self.core_attention(query, key, value, attention_mask)
+            context = attend(query, key, value)
         return self.linear_proj(context)
 
     def _norm_weight(self, norm: nn.Module | None) -> Tensor | None:

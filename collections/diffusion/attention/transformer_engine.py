@@ -1,31 +1,25 @@
-"""Bidirectional core attention through Transformer Engine. Importing this file needs Transformer Engine."""
+"""Core attention through Transformer Engine. Importing this file needs Transformer Engine."""
 
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.attention.core import refuse_unknown
+from nemo_dllm.collections.diffusion.attention.core import PatternAttention
+from nemo_dllm.collections.diffusion.attention.masks import Pattern, sees_all_real_tokens
 
 
-class TEBidirectionalAttention(TEDotProductAttention):
-    """Transformer Engine's attention without a causal mask.
+class TEPatternAttention(TEDotProductAttention):
+    """Transformer Engine's attention where every token sees every real token; ``PatternAttention`` otherwise."""
 
-    ``attention_mask`` is a bool key mask [B, S], True = real token, or None when there is no padding.
-    """
+    def __init__(self, *arguments: object, **named: object):
+        super().__init__(*arguments, **named)
+        self.patterned = PatternAttention(*arguments, **named)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params=None,
-    ) -> Tensor:
-        """Query [S, B, H, D], key and value [S, B, G, D] of this rank; returns the context, [S, B, H * D]."""
-        refuse_unknown(packed_seq_params=packed_seq_params, attention_bias=attention_bias)
-        if attention_mask is None:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
+        """Query [Q, B, H, D], key and value [K, B, G, D] of this rank; returns the context, [Q, B, H * D]."""
+        if not sees_all_real_tokens(pattern):
+            return self.patterned(query, key, value, pattern)
+        if pattern.key_mask_BL is None:
             return super().forward(query, key, value, None, AttnMaskType.no_mask)
-        hidden_B11S = ~attention_mask[:, None, None, :]
+        hidden_B11S = ~pattern.key_mask_BL[:, None, None, :]
         return super().forward(query, key, value, hidden_B11S, AttnMaskType.padding)

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.attention.masks import visible_keys
+from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, Pattern
 from nemo_dllm.collections.diffusion.attention.self_attention import rotary_table
 from nemo_dllm.collections.diffusion.models.head import DEFAULT_CHUNK, HeadOutput, VocabularyShard, masked_cross_entropy
 
@@ -84,7 +84,7 @@ class DiffusionCore(MegatronGPTModel):
         self,
         input_ids: Tensor,
         position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Pattern | None = None,
         targets: Targets | None = None,
     ) -> Tensor | HeadOutput:
         """Run this pipeline stage.
@@ -92,18 +92,23 @@ class DiffusionCore(MegatronGPTModel):
         Args:
             input_ids: int64 [B, S].
             position_ids: int64 [S] (shared by all samples) or [B, S]; None counts 0..S-1.
-            attention_mask: key mask [B, S], bool or integers of 0 and 1, True = real token; None = no padding.
+            attention_mask: who attends to whom: a pattern of ``attention.masks``, or a key mask [B, S] (bool or
+                integers of 0 and 1, True = real token) that stands for ``Bidirectional(key_mask)``; None =
+                ``Bidirectional()``.
             targets: positions to score; None asks for logits.
 
         Returns:
             Hidden states [S, B, H] on every stage but the last. There :class:`HeadOutput` for ``targets``, else
             logits [B, S, logical vocabulary] (all vocabulary shards gathered).
         """
-        if attention_mask is not None:
-            attention_mask = visible_keys(attention_mask)
+        pattern = attention_mask
+        if pattern is None or isinstance(pattern, Tensor):
+            pattern = Bidirectional(pattern)
         hidden_SBH = self.decoder(
             hidden_states=self._embed(input_ids, position_ids) if self.pre_process else None,
-            attention_mask=attention_mask,
+            # A pattern is no tensor: see FusedSelfAttention.
+            attention_mask=None,
+            attention_bias=pattern,
             rotary_pos_emb=self._rotary_table(input_ids.size(1), position_ids),
         )
         if not self.post_process:
