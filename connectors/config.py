@@ -1,5 +1,6 @@
 """NeMo's configuration of a Hugging Face checkpoint, and the config.json of a trained diffusion model."""
 
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +10,6 @@ from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
 from nemo_dllm.connectors.config_table import dtype_name
 from nemo_dllm.connectors.facts import RIGHT_SHIFT_FIELD, CheckpointFacts, weights_dtype
 from nemo_dllm.connectors.families import family_of, find_family
-from nemo_dllm.connectors.rope import both_rope_spellings
 
 
 class Origin(NamedTuple):
@@ -33,11 +33,8 @@ def hf_to_nemo_config(hf_path: str | Path):
     checkpoint = HFCheckpoint(hf_path)
     family = find_family(checkpoint.config)
     dtype = weights_dtype(checkpoint)
-    return family.nemo_config()(
-        **family.config.to_nemo(checkpoint.config),
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
+    return family.build_nemo_config(
+        checkpoint.config, params_dtype=dtype, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16
     )
 
 
@@ -57,8 +54,9 @@ def diffusion_hf_config(
         origin: the checkpoint that training started from; None for a model trained from scratch.
     """
     family = family_of(nemo_config)
+    nemo_config = copy(nemo_config)
+    nemo_config.vocab_size = vocab_size
     hf = family.config.to_hf(nemo_config) if origin is None else family.config.update(origin.config, nemo_config)
-    hf["vocab_size"] = vocab_size
     if origin is None or origin.facts.dtype != dtype_name(dtype):
         hf["dtype" if "dtype" in hf else "torch_dtype"] = dtype_name(dtype)
     told = {"mask_token_id": objective.mask_token_id, RIGHT_SHIFT_FIELD: objective.right_shift}
@@ -66,7 +64,9 @@ def diffusion_hf_config(
         told["block_size"] = objective.block_size
     if origin is None or origin.facts.attention == "causal":
         target = family.diffusion_class
-        hf = both_rope_spellings(hf) | {"model_type": target.model_type, "architectures": [target.architecture]}
+        # Rules in full, both spellings of the rotary embedding: the other class may have defaults of its own.
+        hf |= family.config.rule_fields(nemo_config)
+        hf |= {"model_type": target.model_type, "architectures": [target.architecture]}
         hf.pop("auto_map", None)  # It names the classes of the origin.
         if target.code is not None:
             hf["auto_map"] = dict(target.code.auto_map)

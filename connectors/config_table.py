@@ -1,6 +1,6 @@
 """One table of configuration fields per family, read in both directions: config.json <-> NeMo's GPTConfig."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ class Field(NamedTuple):
     hf: str
     nemo: str
     default: Any = REQUIRED
-    """Value where config.json is silent: the default of the published model class."""
+    """Value where config.json is silent, as the published model class has it; a function gets it from the others."""
     binding: bool = True
     """Whether another value is another model; False for settings of training."""
 
@@ -29,6 +29,8 @@ class Rule(Protocol):
 
     def to_nemo(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments for the NeMo configuration, always under the same names.
+
+        Where the family's configuration class depends on config.json, a name that the chosen class lacks gets None.
 
         Raises:
             ValueError: for values that are absent or not supported.
@@ -73,17 +75,19 @@ class ConfigTable:
             unsupported.append("quantization_config (supported: unquantised weights)")
         if unsupported:
             raise ValueError(f"config.json of model_type={hf.get('model_type')!r} has {'; '.join(unsupported)}")
-        values = {f.nemo: f.default if hf.get(f.hf) is None else hf[f.hf] for f in self.fields}
+        values = {f.nemo: _value(f, hf) for f in self.fields}
         for rule in self.rules:
             values |= rule.to_nemo(hf)
         return values
 
     def to_hf(self, config) -> dict[str, Any]:
         """Fields of config.json that describe a NeMo configuration."""
-        values = {f.hf: getattr(config, f.nemo) for f in self.fields} | dict(self.fixed)
-        for rule in self.rules:
-            values |= rule.to_hf(config)
-        return values
+        fields = {f.hf: getattr(config, f.nemo) for f in self.fields}
+        return fields | dict(self.fixed) | self.rule_fields(config)
+
+    def rule_fields(self, config) -> dict[str, Any]:
+        """Those fields of config.json that rules write; rotary embeddings in both spellings."""
+        return {name: value for rule in self.rules for name, value in rule.to_hf(config).items()}
 
     def differences(self, config, hf: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Where a NeMo configuration describes another model than config.json: NeMo's name to (model's, file's)."""
@@ -91,9 +95,9 @@ class ConfigTable:
         if config.vocab_size is None:  # The tokenizer decides; the tensors' shapes tell whether it fits.
             settings.add("vocab_size")
         return {
-            name: (getattr(config, name), value)
+            name: (getattr(config, name, None), value)
             for name, value in self.to_nemo(hf).items()
-            if name not in settings and getattr(config, name) != value
+            if name not in settings and getattr(config, name, None) != value
         }
 
     def update(self, hf: Mapping[str, Any], config) -> dict[str, Any]:
@@ -105,6 +109,17 @@ class ConfigTable:
             if not differing.keys().isdisjoint(rule.to_nemo(hf)):
                 changed |= rule.to_hf(config)
         return {**hf, **changed}
+
+
+def hidden_per_head(hidden_size: str = "hidden_size", heads: str = "num_attention_heads") -> Callable[[Mapping], int]:
+    """Default of the size of a head in many families: the heads share the hidden units."""
+    return lambda hf: hf[hidden_size] // hf[heads]
+
+
+def _value(f: Field, hf: Mapping[str, Any]) -> Any:
+    if hf.get(f.hf) is not None:
+        return hf[f.hf]
+    return f.default(hf) if callable(f.default) else f.default
 
 
 def hf_dtype(hf: Mapping[str, Any]) -> torch.dtype | None:

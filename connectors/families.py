@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_dllm.connectors.family import Family
+from nemo_dllm.connectors.llama import LLAMA
 from nemo_dllm.connectors.qwen3 import QWEN3
 
-FAMILIES: list[Family] = [QWEN3]
+FAMILIES: list[Family] = [QWEN3, LLAMA]
 
 
 def find_family(hf_config: Mapping[str, Any]) -> Family:

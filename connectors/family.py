@@ -1,7 +1,7 @@
 """What a family of checkpoints is: its configuration table, its key table and its facts."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,10 +36,14 @@ class Family:
         name: short name.
         hf_classes: the classes it reads; exports of diffusion models are of the first that is not causal.
         nemo_config: returns the NeMo configuration class (a function, so that listing families imports no NeMo).
+            Its subclasses are of the family too, unless another one names them.
         config: configuration table.
         key_table: key table of a NeMo configuration.
         right_shift: whether the logits at position i - 1 predict token i, where config.json does not say.
         mask_token: text of the mask token where the tokenizer has none; added to it then.
+        nemo_config_of: the subclass of ``nemo_config`` that a config.json asks for; None where all have the same.
+        block_size: tokens per block of the published models, where config.json does not say; None for families that
+            have no blocks.
     """
 
     name: str
@@ -49,6 +53,22 @@ class Family:
     key_table: Callable[[Any], KeyTable]
     right_shift: bool
     mask_token: str
+    nemo_config_of: Callable[[Mapping[str, Any]], type] | None = None
+    block_size: int | None = None
+
+    def build_nemo_config(self, hf_config: Mapping[str, Any], **settings: Any):
+        """The NeMo configuration of a config.json, with further fields set to ``settings``.
+
+        Raises:
+            ValueError: see :meth:`ConfigTable.to_nemo`.
+        """
+        config_class = self.nemo_config() if self.nemo_config_of is None else self.nemo_config_of(hf_config)
+        known = {field.name for field in fields(config_class)}
+        values = {
+            name: value for name, value in self.config.to_nemo(hf_config).items() if name in known or value is not None
+        }
+        # The layers here rotate in a kernel of their own; Megatron's needs Transformer Engine to be configured at all.
+        return config_class(**values, **{"apply_rope_fusion": False, **settings})
 
     def hf_class(self, hf_config: Mapping[str, Any]) -> HFClass:
         """The class that a config.json of this family names."""

@@ -2,6 +2,7 @@
 
 from nemo_dllm.connectors.a2d import a2d_class
 from nemo_dllm.connectors.config_table import ConfigTable, Field
+from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS
 from nemo_dllm.connectors.decoder_keys import (
     attention_rows,
     decoder_key_table,
@@ -35,18 +36,10 @@ QWEN3 = Family(
     nemo_config=_nemo_config,
     config=ConfigTable(
         fields=(
-            Field("num_hidden_layers", "num_layers"),
-            Field("hidden_size", "hidden_size"),
-            Field("intermediate_size", "ffn_hidden_size"),
-            Field("num_attention_heads", "num_attention_heads"),
+            *DECODER_FIELDS,
             Field("num_key_value_heads", "num_query_groups"),
             Field("head_dim", "kv_channels", default=128),
-            Field("vocab_size", "vocab_size"),
-            Field("rms_norm_eps", "layernorm_epsilon"),
-            Field("tie_word_embeddings", "share_embeddings_and_output_weights", default=False),
             Field("max_position_embeddings", "max_position_embeddings", binding=False),
-            Field("initializer_range", "init_method_std", default=0.02, binding=False),
-            Field("attention_dropout", "attention_dropout", default=0.0, binding=False),
         ),
         fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
     ),

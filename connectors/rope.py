@@ -5,30 +5,52 @@ Both spellings are read and written: that of transformers 4 (``rope_theta``, ``r
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+# A scaling's numbers: the name in config.json to that of NeMo's configuration.
+LINEAR = {"factor": "seq_len_interpolation_factor"}
+LLAMA3 = {
+    "factor": "scale_factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "old_context_len",
+}
 
+
+@dataclass(frozen=True)
 class Rope:
-    """Base and linear scaling: a rule of a configuration table."""
+    """Base and scaling: a rule of a configuration table.
+
+    Args:
+        default_theta: base where config.json names none, the default of the published class; None refuses that.
+        scalings: the scalings that NeMo's configuration class knows by their ``rope_type``, see ``LINEAR``.
+    """
+
+    default_theta: float | None = None
+    scalings: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: {"linear": LINEAR})
 
     def to_nemo(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See :class:`Rule`."""
-        theta, scaling = read_rope(hf)
-        factors = {"default": lambda: None, "linear": lambda: scaling["factor"]}
-        if scaling["rope_type"] not in factors:
-            raise ValueError(f"rope_type={scaling['rope_type']!r} is not supported; known: {', '.join(factors)}")
-        return {"rotary_base": theta, "seq_len_interpolation_factor": factors[scaling["rope_type"]]()}
+        theta, scaling = read_rope({"rope_theta": self.default_theta, **hf})
+        known = {"default": {}, **self.scalings}
+        if scaling["rope_type"] not in known:
+            raise ValueError(f"rope_type={scaling['rope_type']!r} is not supported; known: {', '.join(known)}")
+        numbers = known[scaling["rope_type"]]
+        absent = [name for name in numbers if scaling.get(name) is None]
+        if absent:
+            raise ValueError(f"rope_scaling of rope_type={scaling['rope_type']!r} lacks {', '.join(absent)}")
+        unused = {name: None for fields in self.scalings.values() for name in fields.values()}
+        return {"rotary_base": theta} | unused | {name: scaling[hf_name] for hf_name, name in numbers.items()}
 
     def to_hf(self, config) -> dict[str, Any]:
         """See :class:`Rule`."""
-        factor = config.seq_len_interpolation_factor
-        scaling = {"rope_type": "default"} if factor is None else {"rope_type": "linear", "factor": factor}
+        scaling = {"rope_type": "default"}
+        for rope_type, numbers in self.scalings.items():
+            values = {hf_name: getattr(config, name, None) for hf_name, name in numbers.items()}
+            if None not in values.values():
+                scaling = {"rope_type": rope_type, **values}
         return rope_fields(config.rotary_base, scaling)
-
-
-def both_rope_spellings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json whose rotary fields transformers 4 and 5 both find."""
-    return {**hf, **rope_fields(*read_rope(hf))}
 
 
 def read_rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:

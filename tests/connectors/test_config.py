@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ import torch
 from nemo_dllm.connectors.config_table import ConfigTable, Field, hf_dtype
 from nemo_dllm.connectors.families import find_family
 from nemo_dllm.connectors.qwen3 import QWEN3
-from nemo_dllm.connectors.rope import both_rope_spellings
+from nemo_dllm.connectors.rope import Rope
 
 
 def hf_config(models, name="qwen3", **changes):
@@ -81,7 +82,7 @@ def test_reads_both_spellings_of_rotary_embeddings(models, rope, base, factor):
     config = hf_config(models, **rope)
     values = QWEN3.config.to_nemo(config)
     assert (values["rotary_base"], values["seq_len_interpolation_factor"]) == (base, factor)
-    both = both_rope_spellings(config)
+    both = config | Rope().to_hf(SimpleNamespace(**values))
     old, new = ({k: v for k, v in both.items() if k != name} for name in ("rope_parameters", "rope_scaling"))
     new.pop("rope_theta")
     assert QWEN3.config.to_nemo(old) == QWEN3.config.to_nemo(new) == values

@@ -1,0 +1,15 @@
+"""Fields of configuration tables that most families share, under the names of LLaMA's config.json."""
+
+from nemo_dllm.connectors.config_table import Field
+
+DECODER_FIELDS = (
+    Field("num_hidden_layers", "num_layers"),
+    Field("hidden_size", "hidden_size"),
+    Field("intermediate_size", "ffn_hidden_size"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("vocab_size", "vocab_size"),
+    Field("rms_norm_eps", "layernorm_epsilon"),
+    Field("tie_word_embeddings", "share_embeddings_and_output_weights", default=False),
+    Field("initializer_range", "init_method_std", default=0.02, binding=False),
+    Field("attention_dropout", "attention_dropout", default=0.0, binding=False),
+)
