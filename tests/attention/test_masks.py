@@ -196,3 +196,20 @@ def test_masks_are_built_once_for_all_layers_and_shared_only_where_no_tensor_cou
     key_mask_BL[1] = True
     after = dense_mask(BlockCausal(2, key_mask_BL), 3, 3, CPU)
     assert after[1].sum() > before[1].sum()
+
+
+def test_a_causal_clean_half_by_hand():
+    """Two blocks of two tokens: the noised half stays as it is, a clean token sees no later one of its block."""
+    expected = rows(
+        """
+        11000000
+        11000000
+        00111100
+        00111100
+        00001000
+        00001100
+        00001110
+        00001111
+        """
+    )
+    assert torch.equal(bits(NoisyClean(2, 4, clean_causal=True), 8)[0], expected)

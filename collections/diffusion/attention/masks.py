@@ -119,6 +119,8 @@ class NoisyClean:
         block_size: tokens of a block, >= 1; the last block may be short.
         length: L, tokens of a sample: half of the input.
         key_mask_BL, document_BL, position_BL: as of :class:`BlockCausal`, of the tokens of one half; the same for both.
+        clean_causal: a clean token sees itself and the clean tokens before it only, for a next-token loss on that half.
+        clean_output: the outputs of the clean half are read too; else only those of the noised half.
 
     Raises:
         ValueError: for a block size below 1.
@@ -129,6 +131,8 @@ class NoisyClean:
     key_mask_BL: Tensor | None = None
     document_BL: Tensor | None = None
     position_BL: Tensor | None = None
+    clean_causal: bool = False
+    clean_output: bool = False
     built: dict = _built()
 
     def __post_init__(self):
@@ -145,6 +149,8 @@ class NoisyClean:
             | (~noisy_key & (query_block > key_block))
             | (~noisy_query & ~noisy_key & own_block)
         )
+        if self.clean_causal:
+            allowed = allowed & (noisy_query | (key <= query))
         return _within(self, sample, query, key, allowed)
 
 
