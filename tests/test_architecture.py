@@ -42,7 +42,7 @@ ROOMS = {
     "console": Room(inside="nemo"),
     "cli": Room("typer rich console", inside="* recipes"),
     "collections.diffusion": Room(),
-    "collections.diffusion.objectives": Room("torch numpy"),
+    "collections.diffusion.objectives": Room("torch numpy attention.masks"),
     "collections.diffusion.sampling": Room("torch", inside="rich"),
     "collections.diffusion.kernels": Room("torch triton"),
     "collections.diffusion.attention.masks": Room("torch"),
