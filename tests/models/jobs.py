@@ -144,7 +144,7 @@ class RecordedNoise(MaskedDiffusion):
     uniforms: torch.Tensor = None
 
     def corrupt(self, tokens_BL, loss_mask_BL, sample_index_B, *, validation=False):
-        noise = {"time_B": self.time[sample_index_B], "uniforms_BL": self.uniforms[sample_index_B]}
+        noise = {"time": self.time[sample_index_B], "uniforms_BL": self.uniforms[sample_index_B]}
         return super().corrupt(tokens_BL, loss_mask_BL, sample_index_B, **noise)
 
 

@@ -26,10 +26,10 @@ def batch_of(**changes):
     return batch | changes
 
 
-def objective_of(time_B=TIME_B, uniforms_BL=UNIFORMS_BL, **fields):
+def objective_of(time=TIME_B, uniforms_BL=UNIFORMS_BL, **fields):
     """The real objective with given noise: row 0 masks positions 0 and 2, row 1 positions 1 and 2."""
     objective = MaskedDiffusion(mask_token_id=MASK, time_sampling="iid", **fields)
-    objective.corrupt = partial(objective.corrupt, time_B=time_B, uniforms_BL=uniforms_BL)
+    objective.corrupt = partial(objective.corrupt, time=time_B, uniforms_BL=uniforms_BL)
     return objective
 
 
@@ -94,7 +94,7 @@ def test_nothing_maskable():
     "time, bucket", [(1e-3, 0), (0.1, 0), (0.11, 1), (0.2, 1), (0.5, 4), (0.901, 9), (1.0, 9)], ids=str
 )
 def test_time_buckets_are_open_below_and_closed_above(time, bucket):
-    objective = objective_of(time_B=torch.full((2,), time), uniforms_BL=torch.zeros(2, 4))
+    objective = objective_of(time=torch.full((2,), time), uniforms_BL=torch.zeros(2, 4))
     assert set(corrupt_batch(batch_of(), objective, validation=False).time_bucket_N.tolist()) == {bucket}
 
 

@@ -16,11 +16,12 @@ def test_shapes_and_types(objective, text):
     assert types == {
         "tokens": ((4, 6), torch.int64),
         "masked": ((4, 6), torch.bool),
-        "time": ((4,), torch.float32),
+        "time": ((4, 6), torch.float32),
         "loss_weight": ((4, 6), torch.float32),
         "nll_weight": ((4, 6), torch.float32),
         "count": ((), torch.int64),
         "maskable": ((4, 6), torch.bool),
+        "position": ((1, 6), torch.int64),
     }
     loss = objective().reduce(torch.ones(4, 6, dtype=torch.bfloat16), corruption)
     assert (loss.sum.dtype, loss.count.dtype) == (torch.float32, torch.int64)
@@ -61,7 +62,7 @@ def test_share_of_masked_tokens_is_the_mask_rate(objective, text, schedule):
     length = 20_000
     tokens_BL, mask_BL = text(4, length)
     time_B = torch.tensor([0.05, 0.4, 0.7, 0.99])
-    corruption = objective(schedule=schedule).corrupt(tokens_BL, mask_BL, torch.arange(4), time_B=time_B)
+    corruption = objective(schedule=schedule).corrupt(tokens_BL, mask_BL, torch.arange(4), time=time_B)
     rate_B = get_schedule(schedule).mask_rate(time_B)
     deviation_B = (rate_B * (1 - rate_B) / length).sqrt()
     assert ((corruption.masked.float().mean(dim=1) - rate_B).abs() <= 5 * deviation_B + 1 / length).all()
@@ -77,7 +78,7 @@ def test_the_draw_decides_not_the_token(objective, text):
         tokens_BL,
         mask_BL,
         torch.tensor([0]),
-        time_B=torch.tensor([0.5]),
+        time=torch.tensor([0.5]),
         uniforms_BL=torch.tensor([[0.0, 0.0, 0.0, 0.1, 0.9, 0.9]]),
     )
     assert corruption.masked.tolist() == [[False, False, False, True, False, False]]
@@ -90,13 +91,13 @@ def test_full_masking_trains_exactly_the_answer_in_both_shift_modes(objective, t
     mask_BL[0, :2] = False
     for right_shift in (False, True):
         it = objective(right_shift=right_shift)
-        corruption = it.corrupt(tokens_BL, mask_BL, torch.tensor([0]), time_B=torch.ones(1))
+        corruption = it.corrupt(tokens_BL, mask_BL, torch.tensor([0]), time=torch.ones(1))
         assert corruption.masked.tolist() == [[False, False, True, True, True]]
 
 
 def test_position_zero_has_no_left_neighbour(objective, text):
     tokens_BL, mask_BL = text(4, 6)
-    corruption = objective(right_shift=True).corrupt(tokens_BL, mask_BL, torch.arange(4), time_B=torch.ones(4))
+    corruption = objective(right_shift=True).corrupt(tokens_BL, mask_BL, torch.arange(4), time=torch.ones(4))
     assert torch.equal(corruption.masked, corruption.maskable)
     assert corruption.maskable.tolist() == 4 * [[False] + 5 * [True]]
     assert corruption.count == 20
@@ -106,7 +107,7 @@ def test_force_mask_takes_the_smallest_uniform_of_rows_without_a_mask(objective,
     tokens_BL, mask_BL = text(4, 4)
     mask_BL[1, 0], mask_BL[2] = False, False
     uniforms_BL = torch.tensor([[0.9, 0.3, 0.5, 0.7], [0.2, 0.9, 0.6, 0.7], [0.9] * 4, [0.05, 0.01, 0.5, 0.5]])
-    noise = {"time_B": torch.full((4,), 0.1), "uniforms_BL": uniforms_BL}
+    noise = {"time": torch.full((4,), 0.1), "uniforms_BL": uniforms_BL}
     forced = objective(force_mask=True).corrupt(tokens_BL, mask_BL, torch.arange(4), **noise)
     free = objective().corrupt(tokens_BL, mask_BL, torch.arange(4), **noise)
     assert forced.masked.int().tolist() == [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]]
@@ -144,12 +145,12 @@ def test_errors_of_settings(settings, message):
 
 def test_errors_of_use(objective, text):
     tokens_BL, mask_BL = text(2, 4)
-    with pytest.raises(ValueError, match="needs group_size .* which is None; set group_size, or time_sampling='iid'"):
+    with pytest.raises(ValueError, match="needs group_size .* which is None; set group_size, or an iid time_sampling"):
         objective(group_size=None).corrupt(tokens_BL, mask_BL, torch.arange(2))
     with pytest.raises(ValueError, match="mask_token_id is None; set it to the id of the tokenizer's mask token"):
         MaskedDiffusion(group_size=2).corrupt(tokens_BL, mask_BL, torch.arange(2))
-    with pytest.raises(ValueError, match=r"t=.* is outside \[0, 1\]"):
-        objective().corrupt(tokens_BL, mask_BL, torch.arange(2), time_B=torch.tensor([0.5, 1.5]))
+    with pytest.raises(ValueError, match=r"(?s)t=.* is outside \[0, 1\]"):
+        objective().corrupt(tokens_BL, mask_BL, torch.arange(2), time=torch.tensor([0.5, 1.5]))
     late = MaskedDiffusion(mask_token_id=MASK)
     late.group_size = 2  # as a trainer does
-    assert late.corrupt(tokens_BL, mask_BL, torch.arange(2)).time.shape == (2,)
+    assert late.corrupt(tokens_BL, mask_BL, torch.arange(2)).time.shape == (2, 4)

@@ -64,7 +64,7 @@ def check_against_reference(name, schedule, weight, norm, shift, *, device="cpu"
         tokens_BL,
         batch["labels"] != -100,
         torch.arange(len(tokens_BL)),
-        time_B=batch["t"],
+        time=batch["t"],
         uniforms_BL=batch["u"],
     )
     nll_BL = token_nll(batch["logits"], tokens_BL, objective.shift)
@@ -151,7 +151,7 @@ def test_a_missing_bos_changes_what_is_trained():
     batch = {key: TENSORS["mdlm_bos"][key] for key in ("input_ids", "labels", "t", "u")}
     objective = objective_of("mdlm_bos", "linear", "scheduler", "token", 1)
     corruption = objective.corrupt(
-        batch["input_ids"], batch["labels"] != -100, torch.arange(4), time_B=torch.ones(4), uniforms_BL=batch["u"]
+        batch["input_ids"], batch["labels"] != -100, torch.arange(4), time=torch.ones(4), uniforms_BL=batch["u"]
     )
     assert not corruption.maskable[:, 0].any()
     assert torch.equal(corruption.masked[:, 1:], batch["labels"][:, 1:] != -100)

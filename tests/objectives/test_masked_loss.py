@@ -43,7 +43,7 @@ def test_hand_computed_losses(objective, text):
 
     def loss(**settings):
         it = objective(**settings)
-        corruption = it.corrupt(text(2, 4)[0], mask_BL, index, time_B=time_B, uniforms_BL=uniforms_BL)
+        corruption = it.corrupt(text(2, 4)[0], mask_BL, index, time=time_B, uniforms_BL=uniforms_BL)
         return it.reduce(nll_BL, corruption)
 
     def approximately(total, count):
@@ -64,9 +64,9 @@ def test_nll_weight_is_the_bound_per_token_whatever_the_loss(objective, text):
     tokens_BL, mask_BL = text(8, 32)
     bound = objective().corrupt(tokens_BL, mask_BL, torch.arange(8))
     other = objective(loss_weight="uniform", loss_norm="sequence").corrupt(tokens_BL, mask_BL, torch.arange(8))
-    weight_B = get_schedule("linear").weight(bound.time)
+    weight_BL = get_schedule("linear").weight(bound.time)
     assert torch.equal(bound.nll_weight, bound.loss_weight)
-    assert torch.equal(bound.nll_weight, torch.where(bound.masked, weight_B[:, None], 0.0))
+    assert torch.equal(bound.nll_weight, torch.where(bound.masked, weight_BL, 0.0))
     assert torch.equal(other.nll_weight, bound.nll_weight)
     assert torch.equal(other.loss_weight, other.masked / 32)
 
@@ -91,7 +91,7 @@ def test_right_shift_scores_the_logits_of_the_left_neighbour(objective, text):
 
     def loss(right_shift):
         it = objective(right_shift=right_shift)
-        corruption = it.corrupt(tokens_BL, mask_BL, torch.arange(3), time_B=torch.ones(3))
+        corruption = it.corrupt(tokens_BL, mask_BL, torch.arange(3), time=torch.ones(3))
         row_B, position_B = corruption.masked.nonzero(as_tuple=True)
         nll_BL = torch.zeros(3, 6)
         logits = logits_BLV[row_B, position_B - it.shift]
@@ -129,7 +129,7 @@ def test_one_row_without_targets_leaves_the_other_alone_under_token_norm(objecti
 def test_infinite_values_at_positions_that_do_not_count(objective, text):
     tokens_BL, mask_BL = text(1, 4)
     it = objective()
-    noise = {"time_B": torch.tensor([0.5]), "uniforms_BL": torch.tensor([[0.1, 0.9, 0.9, 0.9]])}
+    noise = {"time": torch.tensor([0.5]), "uniforms_BL": torch.tensor([[0.1, 0.9, 0.9, 0.9]])}
     corruption = it.corrupt(tokens_BL, mask_BL, torch.tensor([0]), **noise)
     nll_BL = torch.tensor([[1.0, math.inf, math.nan, 5.0]], requires_grad=True)
     loss = it.reduce(nll_BL, corruption)

@@ -35,7 +35,7 @@ def test_epochs_seeds_and_validation_draw_anew(objective, text):
     def masked(it, index=index, validation=False):
         # At one time for all, so that masks differ by their uniforms alone.
         time_B = torch.full((16,), 0.5)
-        return it.corrupt(tokens_BL, mask_BL, index, time_B=time_B, validation=validation).masked
+        return it.corrupt(tokens_BL, mask_BL, index, time=time_B, validation=validation).masked
 
     first = masked(objective())
     assert torch.equal(masked(objective()), first)
@@ -63,6 +63,7 @@ def test_drawn_times_are_the_ones_used(objective, text):
     tokens_BL, mask_BL = text(8, 16)
     it, index = objective(time_epsilon=0.2), torch.arange(8)
     for validation in (False, True):
-        time_B = it.draw_times(index, validation=validation)
-        assert (time_B >= 0.2).all()
-        assert torch.equal(it.corrupt(tokens_BL, mask_BL, index, validation=validation).time, time_B)
+        time_B1 = it.draw_times(index, torch.ones_like(index), validation=validation)
+        assert (time_B1 >= 0.2).all()
+        drawn = it.corrupt(tokens_BL, mask_BL, index, validation=validation)
+        assert torch.equal(drawn.time, time_B1.expand(-1, 16))

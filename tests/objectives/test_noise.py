@@ -111,7 +111,7 @@ def test_even_spread_of_one_index_is_uniform_over_seeds():
         (lambda: even_spread(1, torch.tensor([-5]), "validation_time"), "index=-5 is outside"),
         (
             lambda: uniforms(1, INDEX, 4, "dropout"),
-            "stream='dropout' is unknown; known: group, mask, time, validation_mask, validation_time",
+            "stream='dropout' is unknown; known: group, mask, part, time, validation_mask, validation_part, val",
         ),
     ],
 )

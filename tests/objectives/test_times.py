@@ -8,7 +8,16 @@ EPSILON = 1e-3
 
 
 def times(kind, index, *, group_size=None, seed=1234, epsilon=EPSILON):
-    return training_times(kind, seed, index, group_size=group_size, time_epsilon=epsilon)
+    """One time per sample."""
+    return parts(kind, index, torch.ones_like(index), group_size=group_size, seed=seed, epsilon=epsilon)[:, 0]
+
+
+def parts(kind, index, parts_B, *, group_size=None, seed=1234, epsilon=EPSILON):
+    return training_times(kind, seed, index, parts_B, group_size=group_size, time_range=(epsilon, 1.0))
+
+
+def validation(seed, rows):
+    return validation_times(seed, rows, torch.ones_like(rows), time_range=(EPSILON, 1.0))[:, 0]
 
 
 def unit(time_B):
@@ -77,23 +86,23 @@ def test_seeds_and_epochs_differ(kind):
 
 def test_validation_times_are_even_fixed_and_their_own():
     rows = torch.arange(50)
-    drawn = validation_times(1234, rows, time_epsilon=EPSILON)
+    drawn = validation(1234, rows)
     assert drawn.dtype == torch.float32
-    assert torch.equal(drawn, torch.cat([validation_times(1234, part, time_epsilon=EPSILON) for part in rows.split(7)]))
+    assert torch.equal(drawn, torch.cat([validation(1234, part) for part in rows.split(7)]))
     points = unit(drawn).sort().values
     assert torch.diff(points).max() < 2.2 / 50
     assert (drawn != times("iid", rows)).all()
-    assert (drawn != validation_times(1235, rows, time_epsilon=EPSILON)).all()
+    assert (drawn != validation(1235, rows)).all()
 
 
 def test_errors():
     with pytest.raises(
         ValueError,
         match=r"time_sampling='antithetic' needs group_size \(the global batch size in samples\), which is None; "
-        "set group_size, or time_sampling='iid'",
+        "set group_size, or an iid time_sampling",
     ):
         times("antithetic", torch.arange(4))
-    with pytest.raises(ValueError, match="time_sampling='sobol' is unknown; known: antithetic, iid, per_sequence"):
+    with pytest.raises(ValueError, match="time_sampling='sobol' is unknown; known: antithetic, antithetic_per_block, "):
         times("sobol", torch.arange(4), group_size=4)
     with pytest.raises(ValueError, match="index=-1 is outside"):
         times("iid", torch.tensor([-1]))

@@ -23,6 +23,8 @@ STREAMS = {
     "validation_time": 2,  # offset of all validation times
     "validation_mask": 3,  # as mask; keyed by validation row
     "group": 4,  # order of the time strata in a group; keyed by group
+    "part": 5,  # order of the time strata of a sample's parts; keyed by sample
+    "validation_part": 6,  # as part; keyed by validation row
 }
 
 # 2**64 divided by the golden ratio: multiples of it, modulo 2**64, fill the range evenly at every length.

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.objectives.masked import Corruption
+from nemo_dllm.collections.diffusion.objectives.absorbing import Corruption, ScoredTokens
 
 
 class Objective(Protocol):
@@ -20,12 +20,23 @@ class Objective(Protocol):
     """Samples whose times are stratified together; None is filled in with the global batch size."""
     seed: int
     """Of all noise."""
+    block_size: int | None
+    """Tokens per block, for objectives whose model reads [noised row | clean row]; None: it reads the noised row."""
 
     @property
-    def shift(self) -> int:
-        """The logits that predict position i stand at position i - shift."""
+    def views(self) -> int:
+        """Rows of the model's input per sample."""
 
     def corrupt(
-        self, tokens_BL: Tensor, loss_mask_BL: Tensor, sample_index_B: Tensor, *, validation: bool = False
+        self,
+        tokens_BL: Tensor,
+        loss_mask_BL: Tensor,
+        sample_index_B: Tensor,
+        *,
+        document_BL: Tensor | None = None,
+        validation: bool = False,
     ) -> Corruption:
         """Draw the noise of int64 tokens [B, L] where bool [B, L] allows it, by the samples' indices int64 [B]."""
+
+    def score(self, tokens_BL: Tensor, corruption: Corruption) -> ScoredTokens:
+        """List the tokens that the model predicts, and where it does."""

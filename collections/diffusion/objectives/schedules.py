@@ -87,6 +87,24 @@ class Schedule(Protocol):
         rate = self.mask_rate(t) if epsilon == 0 else 1 - self.alpha(t)
         return -self.alpha_derivative(t) / (rate + epsilon)
 
+    @of_time
+    def complement_weight(self, t: Tensor, epsilon: float = 0.0) -> Tensor:
+        """NELBO weight -alpha'(t) / (alpha(t) + epsilon) of a token that is masked exactly where the mask of t is not.
+
+        The mask rate of that complement is alpha(t); the weight follows from the change of variables. It diverges at
+        t = 1: draw t from below 1.
+        """
+        return -self.alpha_derivative(t) / (self.alpha(t) + epsilon)
+
+    def time_of_mask_rate(self, rate: Tensor) -> Tensor:
+        """The time in [0, 1] at which the mask rate is ``rate``, by bisection; the nearest end where it never is."""
+        low, high = torch.zeros_like(rate), torch.ones_like(rate)
+        for _ in range(25):
+            middle = (low + high) / 2
+            later = self.mask_rate(middle) < rate
+            low, high = torch.where(later, middle, low), torch.where(later, high, middle)
+        return high
+
     def reverse_mask_rate(self, s: Time, t: Time) -> Time:
         """(1 - alpha(s)) / (1 - alpha(t)): probability that a token masked at t is still masked at s, 0 <= s < t <= 1.
 
