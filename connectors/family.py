@@ -1,7 +1,7 @@
 """What a family of checkpoints is: its configuration table, its key table and its facts."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ class Family:
         nemo_config_of: the subclass of ``nemo_config`` that a config.json asks for; None where all have the same.
         block_size: tokens per block of the published models, where config.json does not say; None for families that
             have no blocks.
+        settings: fields of the NeMo configuration of an imported model that say how it trains, not what it is.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Family:
     mask_token: str
     nemo_config_of: Callable[[Mapping[str, Any]], type] | None = None
     block_size: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def build_nemo_config(self, hf_config: Mapping[str, Any], **settings: Any):
         """The NeMo configuration of a config.json, with further fields set to ``settings``.
@@ -63,12 +65,12 @@ class Family:
             ValueError: see :meth:`ConfigTable.to_nemo`.
         """
         config_class = self.nemo_config() if self.nemo_config_of is None else self.nemo_config_of(hf_config)
-        known = {field.name for field in fields(config_class)}
+        known = {f.name for f in fields(config_class)}
         values = {
             name: value for name, value in self.config.to_nemo(hf_config).items() if name in known or value is not None
         }
         # The layers here rotate in a kernel of their own; Megatron's needs Transformer Engine to be configured at all.
-        return config_class(**values, **{"apply_rope_fusion": False, **settings})
+        return config_class(**values, **{"apply_rope_fusion": False, **self.settings, **settings})
 
     def hf_class(self, hf_config: Mapping[str, Any]) -> HFClass:
         """The class that a config.json of this family names."""

@@ -1,0 +1,22 @@
+"""SDAR with experts: Qwen3-MoE's keys and configuration, block-causal attention."""
+
+from nemo_dllm.connectors.family import Family, HFClass
+from nemo_dllm.connectors.qwen3_moe import CONFIG_TABLE, key_table
+
+
+def _nemo_config() -> type:
+    from nemo_dllm.collections.diffusion.models.sdar_moe import SDARMoEConfig
+
+    return SDARMoEConfig
+
+
+SDAR_MOE = Family(
+    name="sdar_moe",
+    hf_classes=(HFClass("sdar_moe", "SDARMoeForCausalLM", "block_causal"),),
+    nemo_config=_nemo_config,
+    config=CONFIG_TABLE,
+    key_table=key_table,
+    right_shift=False,
+    mask_token="<|MASK|>",
+    block_size=4,
+)
