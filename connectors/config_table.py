@@ -1,6 +1,6 @@
 """One table of configuration fields per family, read in both directions: config.json <-> NeMo's GPTConfig."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -45,7 +45,7 @@ class ConfigTable:
     """How a family's config.json and NeMo's configuration translate into each other.
 
     Args:
-        fields: values held by both.
+        fields: values held by both. Of several with one NeMo name the last counts; all are written.
         fixed: values that a config.json must have where it names the field, because the NeMo model implies them.
         rules: values held in different forms; the rotary embedding is one of them.
     """
@@ -102,18 +102,37 @@ class ConfigTable:
 
     def update(self, hf: Mapping[str, Any], config) -> dict[str, Any]:
         """A config.json that describes a NeMo configuration and is otherwise ``hf``, unchanged where that does too."""
-        hf_names = {f.nemo: f.hf for f in self.fields}
         differing = self.differences(config, hf)
-        changed = {hf_names[name]: value for name, (value, _) in differing.items() if name in hf_names}
+        changed = {f.hf: differing[f.nemo][0] for f in self.fields if f.nemo in differing}
         for rule in self.rules:
             if not differing.keys().isdisjoint(rule.to_nemo(hf)):
                 changed |= rule.to_hf(config)
         return {**hf, **changed}
 
 
-def hidden_per_head(hidden_size: str = "hidden_size", heads: str = "num_attention_heads") -> Callable[[Mapping], int]:
-    """Default of the size of a head in many families: the heads share the hidden units."""
-    return lambda hf: hf[hidden_size] // hf[heads]
+@dataclass(frozen=True)
+class HiddenPerHead:
+    """Heads share the hidden units: the default of a field, or a rule where config.json has no field for their size."""
+
+    hidden_size: str = "hidden_size"
+    heads: str = "num_attention_heads"
+
+    def __call__(self, hf: Mapping[str, Any]) -> int:
+        """Units of a head."""
+        return hf[self.hidden_size] // hf[self.heads]
+
+    def to_nemo(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See :class:`Rule`."""
+        return {"kv_channels": self(hf)}
+
+    def to_hf(self, config) -> dict[str, Any]:
+        """See :class:`Rule`."""
+        if config.kv_channels * config.num_attention_heads != config.hidden_size:
+            raise ValueError(
+                f"kv_channels={config.kv_channels} cannot be told in config.json, where heads have {self.hidden_size} "
+                f"// {self.heads} = {config.hidden_size // config.num_attention_heads} units; set it to that"
+            )
+        return {}
 
 
 def _value(f: Field, hf: Mapping[str, Any]) -> Any:

@@ -75,6 +75,15 @@ def attention_rows(
     ]
 
 
+def query_key_value_bias_rows(
+    layers: Collection[int],
+    *,
+    query_key_value: tuple[str, str, str] = tuple(f"{HF_LAYER}self_attn.{part}_proj.bias" for part in "qkv"),
+) -> list[Row]:
+    """Biases of queries, keys and values."""
+    return [Row((f"{ATTENTION}linear_qkv.bias",), query_key_value, QueryKeyValue(), layers)]
+
+
 def query_key_norm_rows(
     layers: Collection[int],
     *,

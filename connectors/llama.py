@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_dllm.connectors.a2d import a2d_class
-from nemo_dllm.connectors.a2d import a2d_class
-from nemo_dllm.connectors.config_table import ConfigTable, Field, hidden_per_head
+from nemo_dllm.connectors.config_table import ConfigTable, Field, HiddenPerHead
 from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS
 from nemo_dllm.connectors.decoder_keys import attention_rows, decoder_key_table, dense_mlp_rows
 from nemo_dllm.connectors.family import Family, HFClass
@@ -46,7 +45,7 @@ LLAMA = Family(
         fields=(
             *DECODER_FIELDS,
             Field("num_key_value_heads", "num_query_groups", default=lambda hf: hf["num_attention_heads"]),
-            Field("head_dim", "kv_channels", default=hidden_per_head()),
+            Field("head_dim", "kv_channels", default=HiddenPerHead()),
             Field("max_position_embeddings", "seq_length", binding=False),
         ),
         fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},

@@ -19,7 +19,8 @@ def _nemo_config() -> type:
     return Qwen3Config
 
 
-def _key_table(config) -> KeyTable:
+def qwen3_key_table(config) -> KeyTable:
+    """LLaMA's names, and norms of every head's queries and keys."""
     layers = range(config.num_layers)
     return decoder_key_table(
         config,
@@ -43,7 +44,7 @@ QWEN3 = Family(
         ),
         fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
     ),
-    key_table=_key_table,
+    key_table=qwen3_key_table,
     right_shift=False,
     mask_token="<|mask|>",
 )

@@ -1,0 +1,33 @@
+"""SDAR: Qwen3's weights as a block diffusion model."""
+
+from nemo_dllm.connectors.config_table import ConfigTable, Field
+from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS
+from nemo_dllm.connectors.family import Family, HFClass
+from nemo_dllm.connectors.qwen3 import qwen3_key_table
+
+
+def _nemo_config() -> type:
+    from nemo_dllm.collections.diffusion.models.sdar import SDARConfig
+
+    return SDARConfig
+
+
+SDAR = Family(
+    name="sdar",
+    hf_classes=(HFClass("sdar", "SDARForCausalLM", "block_causal"),),
+    nemo_config=_nemo_config,
+    config=ConfigTable(
+        fields=(
+            *DECODER_FIELDS,
+            Field("num_key_value_heads", "num_query_groups"),
+            Field("head_dim", "kv_channels", default=128),
+            Field("max_position_embeddings", "max_position_embeddings", binding=False),
+        ),
+        fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    ),
+    key_table=qwen3_key_table,
+    right_shift=False,
+    mask_token="<|MASK|>",
+    # Published configurations are silent; the models named without a block size have blocks of 4.
+    block_size=4,
+)
