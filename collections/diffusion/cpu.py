@@ -58,6 +58,9 @@ class _NullStream:
     def record(self, *args) -> None:
         pass
 
+    def record_event(self, *args) -> "_NullStream":
+        return self
+
     def synchronize(self) -> None:
         pass
 
