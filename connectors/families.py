@@ -6,6 +6,8 @@ from typing import Any
 from nemo_dllm.connectors.dream import DREAM
 from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.llada import LLADA
+from nemo_dllm.connectors.llada2 import LLADA2
+from nemo_dllm.connectors.llada_moe import LLADA_MOE
 from nemo_dllm.connectors.llama import LLAMA
 from nemo_dllm.connectors.qwen2 import QWEN2
 from nemo_dllm.connectors.qwen3 import QWEN3
@@ -13,7 +15,7 @@ from nemo_dllm.connectors.qwen3_moe import QWEN3_MOE
 from nemo_dllm.connectors.sdar import SDAR
 from nemo_dllm.connectors.sdar_moe import SDAR_MOE
 
-FAMILIES: list[Family] = [QWEN3, QWEN2, LLAMA, SDAR, DREAM, LLADA, QWEN3_MOE, SDAR_MOE]
+FAMILIES: list[Family] = [QWEN3, QWEN2, LLAMA, SDAR, DREAM, LLADA, QWEN3_MOE, SDAR_MOE, LLADA_MOE, LLADA2]
 
 
 def find_family(hf_config: Mapping[str, Any]) -> Family:

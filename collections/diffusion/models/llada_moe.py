@@ -1,0 +1,37 @@
+"""Sizes of LLaDA-MoE (Zhu et al., 2025), a masked diffusion model with experts."""
+
+from dataclasses import dataclass
+
+from nemo.collections.llm.gpt.model.qwen3 import Qwen3MoEConfig
+
+
+@dataclass
+class LLaDAMoEConfig(Qwen3MoEConfig):
+    """What all sizes share: norms of every head's queries and keys, and experts weighed by their plain probabilities.
+
+    The vocabulary's size comes from the tokenizer unless it is set. Experts are balanced only where
+    ``moe_aux_loss_coeff`` is set; routing is computed in fp32.
+    """
+
+    vocab_size: int | None = None
+    layernorm_epsilon: float = 1e-5
+    rotary_base: float = 50000.0
+    max_position_embeddings: int = 8192
+    moe_router_pre_softmax: bool = True
+    moe_aux_loss_coeff: float = 0.0
+    moe_router_dtype: str = "fp32"
+    moe_permute_fusion: bool = False
+
+
+@dataclass
+class LLaDAMoEConfig7B_A1B(LLaDAMoEConfig):
+    """LLaDA-MoE-7B-A1B, base and instruct. It has no dense layer."""
+
+    num_layers: int = 16
+    hidden_size: int = 2048
+    num_attention_heads: int = 16
+    num_query_groups: int = 16
+    ffn_hidden_size: int = 8192
+    num_moe_experts: int = 64
+    moe_router_topk: int = 8
+    moe_ffn_hidden_size: int = 1024
