@@ -140,7 +140,9 @@ def test_auto_is_local_and_sdpa_without_transformer_engine():
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(ValueError, match=r"attention_backend='flash' is unknown; choose from auto, sdpa, te, eager"):
+    with pytest.raises(
+        ValueError, match=r"attention_backend='flash' is unknown; choose from auto, sdpa, te, flex, eager"
+    ):
         layers.check_layer_choice("auto", "flash")
     with pytest.raises(
         ValueError, match=r"transformer_impl='te' is unknown; choose from auto, local, transformer_engi"

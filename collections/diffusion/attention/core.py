@@ -16,10 +16,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nemo_dllm.collections.diffusion.attention.flex import flex
 from nemo_dllm.collections.diffusion.attention.masks import (
+    BlockCausal,
     Pattern,
     bidirectional_mask,
     dense_mask,
+    num_samples,
     sees_all_real_tokens,
 )
 
@@ -30,6 +33,9 @@ _KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+
+# Entries of the dense mask up to which generation takes one: a canvas of 16,384 tokens.
+_DENSE_ENTRIES = 2**28
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Pattern, float, float], Tensor]
 """(query [B, H, Q, D], key and value [B, G, K, D], pattern, scale, dropout) -> context [B, H, Q, D]."""
@@ -55,6 +61,16 @@ def eager(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, scale: fl
         scores = scores.masked_fill(~mask, float("-inf"))
     probabilities = F.dropout(scores.softmax(-1), dropout)
     return torch.matmul(probabilities.to(value.dtype), value)
+
+
+def flex_or_dense(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, scale: float, dropout: float) -> Tensor:
+    """:func:`flex`, but :func:`sdpa` for a block-causal pass without gradients.
+
+    That is generation, where nearly every call has another length, and FlexAttention would compile each.
+    """
+    entries = num_samples(pattern) * query.size(2) * key.size(2)
+    generates = isinstance(pattern, BlockCausal) and not torch.is_grad_enabled() and entries <= _DENSE_ENTRIES
+    return (sdpa if generates else flex)(query, key, value, pattern, scale, dropout)
 
 
 def _mask(pattern: Pattern, query: Tensor, key: Tensor) -> Tensor | None:

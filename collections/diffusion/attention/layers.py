@@ -2,8 +2,12 @@
 
 import copy
 import importlib.util
+from collections.abc import Callable
 from functools import partial
 
+import torch
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -12,12 +16,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, sdpa
+from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, flex_or_dense, sdpa
+from nemo_dllm.collections.diffusion.attention.flex import check_no_dropout, flex
 from nemo_dllm.collections.diffusion.attention.mlp import FusedMLP
 from nemo_dllm.collections.diffusion.attention.norms import LOCAL_NORMS
 from nemo_dllm.collections.diffusion.attention.self_attention import FusedSelfAttention
 
-ATTENTION_BACKENDS = ("auto", "sdpa", "te", "eager")
+ATTENTION_BACKENDS = ("auto", "sdpa", "te", "flex", "eager")
 TRANSFORMER_IMPLS = ("auto", "local", "transformer_engine")
 
 # Fields of a config that ask for more than these layers do, and their plain values.
@@ -39,7 +44,8 @@ def check_layer_choice(transformer_impl: str, attention_backend: str) -> None:
     """Check the two fields that choose a layer's implementation, before anything is built.
 
     Raises:
-        ValueError: for an unknown name, and where Transformer Engine is asked for and absent.
+        ValueError: for an unknown name, where Transformer Engine is asked for and absent, and where FlexAttention is
+            asked for without a GPU.
     """
     for field, value, known in (
         ("attention_backend", attention_backend, ATTENTION_BACKENDS),
@@ -57,6 +63,11 @@ def check_layer_choice(transformer_impl: str, attention_backend: str) -> None:
             f"{' and '.join(wants)} needs Transformer Engine, which is not installed; "
             "install the extra `te` (pip install 'nemo-dllm[te]') or use 'auto'"
         )
+    if attention_backend == "flex" and not torch.cuda.is_available():
+        raise ValueError(
+            "attention_backend='flex' needs a CUDA device: FlexAttention has no backward pass on a CPU; "
+            "use 'auto', which takes it on a GPU only, or 'sdpa'"
+        )
 
 
 def diffusion_block_spec(
@@ -66,15 +77,23 @@ def diffusion_block_spec(
     transformer_impl: str = "auto",
     attention_backend: str = "auto",
 ) -> TransformerBlockSubmodules:
-    """Layers of this pipeline stage, dense or mixture of experts, with bidirectional core attention.
+    """Layers of this pipeline stage, dense or mixture of experts, whose attention follows a pattern of ``masks``.
+
+    The last layer of the model computes nothing for the clean half of [x_t | x_0] beyond its keys and values; see
+    :func:`_drop_clean_half`.
 
     Args:
         config: the model's configuration.
         vp_stage: virtual pipeline stage, as Megatron passes it.
         transformer_impl: whose linear layers and norms: ``transformer_engine``, ``local`` (Megatron's own with
             torch norms) or ``auto`` (Transformer Engine where installed).
-        attention_backend: ``te``, ``sdpa`` (torch's fused kernels), ``eager`` (spelled out, for tests) or ``auto``
-            (``te`` with Transformer Engine's layers, else ``sdpa``).
+        attention_backend: what computes attention where every token sees every real token, and elsewhere:
+            ``sdpa`` (torch's fused kernels; elsewhere with a dense mask), ``te`` (Transformer Engine; elsewhere
+            FlexAttention), ``flex`` (FlexAttention for all), ``eager`` (spelled out, for tests) or ``auto``: ``te``
+            with Transformer Engine's layers, else ``sdpa``; elsewhere FlexAttention on a GPU, ``sdpa`` on a CPU.
+
+    Raises:
+        ValueError: for what these layers do not compute, naming the field.
     """
     check_layer_choice(transformer_impl, attention_backend)
     for field, plain in _PLAIN.items():
@@ -90,16 +109,20 @@ def diffusion_block_spec(
     if not use_te:
         # Both are kernels of Transformer Engine; without it experts run one after another.
         config.moe_grouped_gemm = config.moe_permute_fusion = False
-    if attention_backend == "auto":
-        attention_backend = "te" if use_te else "sdpa"
+    if attention_backend == "auto" and use_te:
+        attention_backend = "te"
+    if attention_backend == "flex":
+        check_no_dropout(config.attention_dropout)
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=use_te, normalization=config.normalization, vp_stage=vp_stage
     )
     norm = None if use_te else LOCAL_NORMS[config.normalization]
     swap = partial(_swap, core_attention=_core_attention(attention_backend), norm=norm)
-    return TransformerBlockSubmodules(
-        layer_specs=[swap(spec) for spec in block.layer_specs], layer_norm=norm or block.layer_norm
-    )
+    layer_specs = [swap(spec) for spec in block.layer_specs]
+    is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    if layer_specs and is_last_stage and not config.sequence_parallel:
+        _drop_clean_half(layer_specs[-1])
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm or block.layer_norm)
 
 
 def _core_attention(backend: str) -> ModuleSpec:
@@ -107,8 +130,34 @@ def _core_attention(backend: str) -> ModuleSpec:
         from nemo_dllm.collections.diffusion.attention.transformer_engine import TEPatternAttention
 
         return ModuleSpec(TEPatternAttention)
-    kernel = {"sdpa": sdpa, "eager": eager}[backend]
-    return ModuleSpec(PatternAttention, params={"bidirectional": kernel, "patterned": kernel})
+    bidirectional, patterned = {
+        "sdpa": (sdpa, sdpa),
+        "eager": (eager, eager),
+        "flex": (flex, flex),
+        "auto": (sdpa, flex_or_dense if torch.cuda.is_available() else sdpa),
+    }[backend]
+    return ModuleSpec(PatternAttention, params={"bidirectional": bidirectional, "patterned": patterned})
+
+
+def _drop_clean_half(layer: ModuleSpec) -> None:
+    """Let a layer return the noised half of [x_t | x_0] only: nothing after the last layer reads the clean one.
+
+    Attention then has the noised positions for queries, and its output the length that all after it has. Sequence
+    parallelism cuts the sequence across both halves, and the two lengths would not match on a rank.
+    """
+    attention = layer.submodules.self_attention
+    attention.params = {**attention.params, "drop_clean": True}
+    layer.submodules.self_attn_bda = _get_shorter_bias_dropout_add
+
+
+def _get_shorter_bias_dropout_add(training: bool, fused: bool) -> Callable:
+    """Megatron's, for an attention that returns the first positions of its input only."""
+    bias_dropout_add = get_bias_dropout_add(training, fused)
+
+    def shorter(output_with_bias, residual, dropout):
+        return bias_dropout_add(output_with_bias, residual[: output_with_bias[0].size(0)], dropout)
+
+    return shorter
 
 
 def _swap(layer: ModuleSpec, *, core_attention: ModuleSpec, norm: type | None) -> ModuleSpec:

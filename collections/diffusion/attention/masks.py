@@ -141,8 +141,8 @@ class NoisyClean:
     def allows(self, sample: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Bool: may the query attend to the key? Arguments are integer tensors that broadcast together."""
         noisy_query, noisy_key = query < self.length, key < self.length
-        query_block = _block(self, sample, query % self.length)
-        key_block = _block(self, sample, key % self.length)
+        query_block = _block(self, sample, _token(self, query))
+        key_block = _block(self, sample, _token(self, key))
         own_block = query_block == key_block
         allowed = (
             (noisy_query & noisy_key & own_block)
@@ -160,6 +160,29 @@ Pattern = Bidirectional | BlockCausal | NoisyClean
 def sees_all_real_tokens(pattern: Pattern) -> bool:
     """True where a key mask, or none, says it all: the case that every fused kernel takes."""
     return isinstance(pattern, Bidirectional) and pattern.document_BL is None
+
+
+def sees_all_tokens(pattern: Pattern) -> bool:
+    """True where there is nothing to mask."""
+    return sees_all_real_tokens(pattern) and pattern.key_mask_BL is None
+
+
+def num_samples(pattern: Pattern) -> int:
+    """Samples that a pattern tells apart: B, or 1 where all are alike."""
+    return next((len(value) for value in vars(pattern).values() if isinstance(value, Tensor)), 1)
+
+
+def token_positions(pattern: Pattern, device: torch.device) -> Tensor | None:
+    """The positions that a pattern implies, for embeddings: int64 [S] or [B, S]; None = counted from 0.
+
+    Both halves of [x_t | x_0] have the same, and each packed document starts at 0.
+    """
+    if isinstance(pattern, Bidirectional):
+        return None if pattern.document_BL is None else document_positions(pattern.document_BL)
+    if isinstance(pattern, BlockCausal):
+        return pattern.position_BL
+    position = torch.arange(pattern.length, device=device) if pattern.position_BL is None else pattern.position_BL
+    return torch.cat((position, position), dim=-1)
 
 
 def built_once(build: Callable) -> Callable:
@@ -189,7 +212,7 @@ def dense_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.
     Returns:
         bool [B, 1, Q, K], to broadcast over heads; B is 1 where all samples are alike.
     """
-    samples = next((len(value) for value in vars(pattern).values() if isinstance(value, Tensor)), 1)
+    samples = num_samples(pattern)
     sample_B11, query_1Q1, key_11K = (
         torch.arange(size, device=device).view(shape)
         for size, shape in ((samples, (-1, 1, 1)), (num_queries, (1, -1, 1)), (num_keys, (1, 1, -1)))
@@ -218,11 +241,17 @@ def _block(pattern: BlockCausal | NoisyClean, sample: Tensor, index: Tensor) -> 
     return position // pattern.block_size
 
 
+def _token(pattern: Pattern, position: Tensor) -> Tensor:
+    """Index in the sample of the token at a position of the input."""
+    if not isinstance(pattern, NoisyClean):
+        return position
+    return position - pattern.length * (position >= pattern.length)
+
+
 def _within(pattern: Pattern, sample: Tensor, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
     """Narrow ``allowed`` to one document and to real keys; a pad keeps itself."""
     itself = query == key
-    if isinstance(pattern, NoisyClean):
-        query, key = query % pattern.length, key % pattern.length
+    query, key = _token(pattern, query), _token(pattern, key)
     if pattern.document_BL is not None:
         allowed = allowed & (pattern.document_BL[sample, query] == pattern.document_BL[sample, key])
     if pattern.key_mask_BL is not None:

@@ -13,7 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
-from nemo_dllm.collections.diffusion.attention.masks import Pattern
+from nemo_dllm.collections.diffusion.attention.masks import NoisyClean, Pattern
 
 
 class FusedSelfAttention(SelfAttention):
@@ -21,7 +21,15 @@ class FusedSelfAttention(SelfAttention):
 
     ``rotary_pos_emb`` is :func:`rotary_table` instead of Megatron's angles, so that positions may differ between
     samples at no cost.
+
+    Args:
+        drop_clean: return the noised half only of [x_t | x_0], see :class:`~masks.NoisyClean`. The queries of the
+            clean half are then not used; the fused projection still computes them, as a part of one product.
     """
+
+    def __init__(self, *arguments: object, drop_clean: bool = False, **named: object):
+        super().__init__(*arguments, **named)
+        self.drop_clean = drop_clean
 
     def forward(
         self,
@@ -41,7 +49,7 @@ class FusedSelfAttention(SelfAttention):
             attention_bias: the pattern of attention.
 
         Returns:
-            Output [S, B, hidden] before its bias, and the bias.
+            Output [S, B, hidden] before its bias (with ``drop_clean`` that of the noised half), and the bias.
         """
         assert all(value is None for value in (attention_mask, *unused.values())), f"not supported: {unused}"
         if self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]:
@@ -57,6 +65,8 @@ class FusedSelfAttention(SelfAttention):
             eps=self.config.layernorm_epsilon,
             interleaved=self.config.rotary_interleaved,
         )
+        if self.drop_clean and isinstance(attention_bias, NoisyClean):
+            query = query[: attention_bias.length]
         attend = partial(self.core_attention, pattern=attention_bias)
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(attend, False, query, key, value)

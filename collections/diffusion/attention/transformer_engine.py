@@ -4,16 +4,16 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.attention.core import PatternAttention
+from nemo_dllm.collections.diffusion.attention.core import PatternAttention, flex_or_dense
 from nemo_dllm.collections.diffusion.attention.masks import Pattern, sees_all_real_tokens
 
 
 class TEPatternAttention(TEDotProductAttention):
-    """Transformer Engine's attention where every token sees every real token; ``PatternAttention`` otherwise."""
+    """Transformer Engine's attention where every token sees every real token; FlexAttention otherwise."""
 
     def __init__(self, *arguments: object, **named: object):
         super().__init__(*arguments, **named)
-        self.patterned = PatternAttention(*arguments, **named)
+        self.patterned = PatternAttention(*arguments, **named, patterned=flex_or_dense)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
         """Query [Q, B, H, D], key and value [K, B, G, D] of this rank; returns the context, [Q, B, H * D]."""

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, Pattern
+from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, NoisyClean, Pattern, token_positions
 from nemo_dllm.collections.diffusion.attention.self_attention import rotary_table
 from nemo_dllm.collections.diffusion.models.head import DEFAULT_CHUNK, HeadOutput, VocabularyShard, masked_cross_entropy
 
@@ -91,7 +91,8 @@ class DiffusionCore(MegatronGPTModel):
 
         Args:
             input_ids: int64 [B, S].
-            position_ids: int64 [S] (shared by all samples) or [B, S]; None counts 0..S-1.
+            position_ids: int64 [S] (shared by all samples) or [B, S]; None counts 0..S-1, in both halves of
+                [x_t | x_0] alike and in every packed document anew.
             attention_mask: who attends to whom: a pattern of ``attention.masks``, or a key mask [B, S] (bool or
                 integers of 0 and 1, True = real token) that stands for ``Bidirectional(key_mask)``; None =
                 ``Bidirectional()``.
@@ -99,11 +100,23 @@ class DiffusionCore(MegatronGPTModel):
 
         Returns:
             Hidden states [S, B, H] on every stage but the last. There :class:`HeadOutput` for ``targets``, else
-            logits [B, S, logical vocabulary] (all vocabulary shards gathered).
+            logits [B, S, logical vocabulary] (all vocabulary shards gathered). Under :class:`NoisyClean` with S = 2L
+            the last stage's result is of the noised half alone: logits [B, L, ...]. That half comes first, so the
+            rows of ``targets`` are what they were: position * B + sample, position in [0, L).
+
+        Raises:
+            ValueError: for an input whose length is not that of the pattern.
         """
         pattern = attention_mask
         if pattern is None or isinstance(pattern, Tensor):
             pattern = Bidirectional(pattern)
+        if isinstance(pattern, NoisyClean) and input_ids.size(1) != 2 * pattern.length:
+            raise ValueError(
+                f"input_ids has {input_ids.size(1)} positions, but NoisyClean(length={pattern.length}) is of "
+                f"{2 * pattern.length}; pass the noised tokens, then the clean ones"
+            )
+        if position_ids is None:
+            position_ids = token_positions(pattern, input_ids.device)
         hidden_SBH = self.decoder(
             hidden_states=self._embed(input_ids, position_ids) if self.pre_process else None,
             # A pattern is no tensor: see FusedSelfAttention.
@@ -114,7 +127,8 @@ class DiffusionCore(MegatronGPTModel):
         if not self.post_process:
             return hidden_SBH
         if targets is None:
-            return self._logits(hidden_SBH)
+            logits_BSV = self._logits(hidden_SBH)
+            return logits_BSV[:, : pattern.length] if isinstance(pattern, NoisyClean) else logits_BSV
         return self._score(hidden_SBH, targets)
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
