@@ -143,7 +143,7 @@ class RecordedNoise(MaskedDiffusion):
     time: torch.Tensor = None
     uniforms: torch.Tensor = None
 
-    def corrupt(self, tokens_BL, loss_mask_BL, sample_index_B, *, validation=False):
+    def corrupt(self, tokens_BL, loss_mask_BL, sample_index_B, *, document_BL=None, validation=False):
         noise = {"time": self.time[sample_index_B], "uniforms_BL": self.uniforms[sample_index_B]}
         return super().corrupt(tokens_BL, loss_mask_BL, sample_index_B, **noise)
 

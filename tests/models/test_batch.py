@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("megatron.core")
 
+from nemo_dllm.collections.diffusion.attention.masks import Bidirectional
 from nemo_dllm.collections.diffusion.models.batch import corrupt_batch
 from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
 
@@ -29,7 +30,7 @@ def batch_of(**changes):
 def objective_of(time=TIME_B, uniforms_BL=UNIFORMS_BL, **fields):
     """The real objective with given noise: row 0 masks positions 0 and 2, row 1 positions 1 and 2."""
     objective = MaskedDiffusion(mask_token_id=MASK, time_sampling="iid", **fields)
-    objective.corrupt = partial(objective.corrupt, time=time_B, uniforms_BL=uniforms_BL)
+    objective.corrupt = partial(objective.corrupt, time=time, uniforms_BL=uniforms_BL)
     return objective
 
 
@@ -43,7 +44,7 @@ def test_targets_by_hand():
     assert batch.nll_weight_N.tolist() == [2.0, 2.0, 1.0, 1.0]
     assert batch.time_bucket_N.tolist() == [4, 4, 9, 9]
     assert (batch.count, batch.counts_3.tolist()) == (6, [6, 6, 4])
-    assert batch.key_mask is None
+    assert batch.pattern == Bidirectional()
 
 
 def test_under_the_right_shift_a_targets_logit_stands_one_position_before_it():
@@ -106,7 +107,7 @@ def test_only_real_padding_makes_a_mask():
         (padded.bool(), padded.bool()),
         (padded, padded),
     ):
-        actual = corrupt_batch(batch_of(key_mask=key_mask), objective_of(), validation=False).key_mask
+        actual = corrupt_batch(batch_of(key_mask=key_mask), objective_of(), validation=False).pattern.key_mask_BL
         assert actual is expected or torch.equal(actual, expected)
 
 

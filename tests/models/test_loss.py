@@ -9,6 +9,7 @@ pytestmark = [pytest.mark.nemo, pytest.mark.usefixtures("single_process")]
 
 
 def micro_batch(nll, loss_weight, nll_weight, bucket, count, maskable):
+    from nemo_dllm.collections.diffusion.attention.masks import Bidirectional
     from nemo_dllm.collections.diffusion.models.batch import DiffusionBatch
     from nemo_dllm.collections.diffusion.models.core import Targets
     from nemo_dllm.collections.diffusion.models.head import HeadOutput
@@ -17,7 +18,8 @@ def micro_batch(nll, loss_weight, nll_weight, bucket, count, maskable):
     indices_N = torch.zeros(len(nll), dtype=torch.long)
     batch = DiffusionBatch(
         input_ids=torch.zeros(1, 4, dtype=torch.long),
-        key_mask=None,
+        position_ids=None,
+        pattern=Bidirectional(),
         targets=Targets(indices_N, indices_N, loss_weight_N),
         nll_weight_N=torch.tensor(nll_weight),
         time_bucket_N=torch.tensor(bucket, dtype=torch.long),

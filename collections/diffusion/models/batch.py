@@ -1,67 +1,106 @@
 """From a batch of clean tokens to what the model needs on its device.
 
-Shape letters: B samples, L positions, N target positions of the micro-batch.
+Shape letters: B samples, R rows of the model's input (B, or 2 B with complementary masks), L tokens of a row, S
+positions of the model's input (L, or 2 L for [noised row | clean row]), N target positions of the micro-batch.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, NoisyClean, Pattern
 from nemo_dllm.collections.diffusion.models.core import Targets
-from nemo_dllm.collections.diffusion.objectives import Objective
+from nemo_dllm.collections.diffusion.objectives import Corruption, Objective
 
 NUM_TIME_BUCKETS = 10
+CLEAN_BUCKET = NUM_TIME_BUCKETS
+"""Of tokens that are predicted from clean text, by a next-token loss."""
 
 
 class DiffusionBatch(NamedTuple):
     """A corrupted micro-batch on the model's device."""
 
     input_ids: Tensor
-    """int64 [B, L]: noised tokens."""
-    key_mask: Tensor | None
-    """bool [B, L], True = real token; None where there is no padding."""
+    """int64 [R, S]: noised tokens, followed by the clean ones for block diffusion."""
+    position_ids: Tensor | None
+    """int64 [S], or [R, S] for packed documents; None counts 0..S-1."""
+    pattern: Pattern
+    """Who attends to whom."""
     targets: Targets
     nll_weight_N: Tensor
     """fp32: weight of each target's negative log-likelihood in the likelihood bound."""
     time_bucket_N: Tensor
-    """int64 in [0, NUM_TIME_BUCKETS): time of each target's sequence, in equal steps over (0, 1]."""
+    """int64: time of each target, in NUM_TIME_BUCKETS equal steps over (0, 1]; or CLEAN_BUCKET."""
     count: int
     """Denominator of the loss."""
     counts_3: Tensor
     """fp64: ``count``, then the tokens that could have been masked (the denominator of the likelihood bound), then
-    those that were. On the device, so that no metric waits for it."""
+    those that were, both a mean over the views of a sample. On the device, so that no metric waits for it."""
 
 
 def corrupt_batch(batch: dict, objective: Objective, *, validation: bool) -> DiffusionBatch:
-    """Draw the noise of a micro-batch and list its target positions, on the CPU.
+    """Draw the noise of a micro-batch, lay out the model's input and list its target positions, on the CPU.
 
     Args:
         batch: ``tokens`` int64 [B, L], ``loss_mask`` bool [B, L], ``sample_index`` int64 [B], optional ``key_mask``
-            bool [B, L] (True = real token).
+            bool [B, L] (True = real token), optional ``document_ids`` int64 [B, L] (equal within a document).
         objective: an objective of ``nemo_dllm.collections.diffusion.objectives``.
         validation: use the fixed noise of validation.
     """
-    tokens_BL = batch["tokens"]
-    noised = objective.corrupt(tokens_BL, batch["loss_mask"], batch["sample_index"], validation=validation)
-    sample_N, position_N = noised.masked.nonzero(as_tuple=True)
-    key_mask = batch.get("key_mask")
-    if key_mask is not None and bool(key_mask.all()):
-        key_mask = None
-    bucket_B = (noised.time * NUM_TIME_BUCKETS).ceil().long().sub(1).clamp(0, NUM_TIME_BUCKETS - 1)
-    return DiffusionBatch(
-        input_ids=noised.tokens,
-        key_mask=key_mask,
-        targets=Targets(
-            row_N=(position_N - objective.shift).clamp(min=0) * len(tokens_BL) + sample_N,
-            token_N=tokens_BL[sample_N, position_N],
-            loss_weight_N=noised.loss_weight[sample_N, position_N],
-        ),
-        nll_weight_N=noised.nll_weight[sample_N, position_N],
-        time_bucket_N=bucket_B[sample_N],
-        count=int(noised.count),
-        counts_3=torch.stack([noised.count, noised.maskable.sum(), noised.masked.sum()]).double(),
+    tokens_BL, key_mask_BL, document_BL = batch["tokens"], batch.get("key_mask"), batch.get("document_ids")
+    # Without tensors, patterns take faster kernels.
+    if key_mask_BL is not None and bool(key_mask_BL.all()):
+        key_mask_BL = None
+    if document_BL is not None and bool((document_BL == document_BL[:, :1]).all()):
+        document_BL = None
+    noised = objective.corrupt(
+        tokens_BL, batch["loss_mask"], batch["sample_index"], document_BL=document_BL, validation=validation
     )
+    scored = objective.score(tokens_BL, noised)
+    return DiffusionBatch(
+        *_model_input(objective, tokens_BL, noised, key_mask_BL, document_BL),
+        targets=Targets(
+            row_N=scored.position * len(noised.tokens) + scored.row,
+            token_N=scored.token,
+            loss_weight_N=scored.loss_weight,
+        ),
+        nll_weight_N=scored.nll_weight,
+        time_bucket_N=_time_bucket(scored.time),
+        count=int(noised.count),
+        counts_3=torch.stack(
+            [noised.count, noised.maskable.sum() / objective.views, noised.masked.sum() / objective.views]
+        ).double(),
+    )
+
+
+def _model_input(
+    objective: Objective, tokens_BL: Tensor, noised: Corruption, key_mask_BL: Tensor | None, document_BL: Tensor | None
+) -> tuple[Tensor, Tensor | None, Pattern]:
+    """Input ids, position ids and pattern."""
+    views = objective.views
+    rows = {
+        name: None if value_BL is None else value_BL.repeat(views, 1)
+        for name, value_BL in (("key_mask_BL", key_mask_BL), ("document_BL", document_BL))
+    }
+    position = noised.position[0] if document_BL is None else noised.position.repeat(views, 1)
+    if objective.block_size is None:
+        return noised.tokens, None if document_BL is None else position, Bidirectional(**rows)
+    pattern = NoisyClean(
+        objective.block_size,
+        tokens_BL.size(1),
+        clean_causal=objective.causal_clean,
+        clean_output=objective.scores_clean,
+        **rows,
+    )
+    input_ids = torch.cat([noised.tokens, tokens_BL.repeat(views, 1)], dim=1)
+    return input_ids, torch.cat([position, position], dim=-1), pattern
+
+
+def _time_bucket(time_N: Tensor) -> Tensor:
+    bucket_N = (time_N * NUM_TIME_BUCKETS).ceil().long().sub(1).clamp(0, NUM_TIME_BUCKETS - 1)
+    return bucket_N.masked_fill(time_N == 0, CLEAN_BUCKET)
 
 
 def to_device(batch: DiffusionBatch) -> DiffusionBatch:
@@ -71,6 +110,8 @@ def to_device(batch: DiffusionBatch) -> DiffusionBatch:
     def move(value):
         if isinstance(value, Targets):
             return Targets(*map(move, value))
+        if isinstance(value, Pattern):
+            return replace(value, **{name: move(x) for name, x in vars(value).items() if isinstance(x, Tensor)})
         if isinstance(value, Tensor):
             return value.pin_memory().to(device, non_blocking=True)
         return value

@@ -7,11 +7,12 @@ from megatron.core import parallel_state
 from nemo.lightning.megatron_parallel import MegatronLossReduction
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.models.batch import NUM_TIME_BUCKETS, DiffusionBatch
+from nemo_dllm.collections.diffusion.models.batch import CLEAN_BUCKET, NUM_TIME_BUCKETS, DiffusionBatch
 from nemo_dllm.collections.diffusion.models.core import HeadOutput
 
 # Layout of a report: sums over targets, then two sums for each time bucket.
 _SCALARS = ("loss_sum", "nll_bound_sum", "count", "maskable", "masked")
+_NUM_BUCKETS = NUM_TIME_BUCKETS + 1
 
 
 class LossTotals:
@@ -27,7 +28,7 @@ class LossTotals:
     @classmethod
     def empty(cls, device: torch.device) -> "LossTotals":
         """Sums over nothing."""
-        return cls(torch.zeros(len(_SCALARS) + 2 * NUM_TIME_BUCKETS, dtype=torch.float64, device=device))
+        return cls(torch.zeros(len(_SCALARS) + 2 * _NUM_BUCKETS, dtype=torch.float64, device=device))
 
     def __add__(self, other: "LossTotals") -> "LossTotals":
         return LossTotals(self.report + other.report)
@@ -55,7 +56,16 @@ class LossTotals:
     @property
     def bucket_nll(self) -> Tensor:
         """Mean negative log-likelihood of masked tokens by time, in nats, NaN for an empty bucket: [buckets]."""
-        sums, counts = self.report[len(_SCALARS) :].view(2, NUM_TIME_BUCKETS)
+        return self._means[:NUM_TIME_BUCKETS]
+
+    @property
+    def next_token_nll(self) -> Tensor:
+        """Mean negative log-likelihood of tokens predicted from the clean text before them; NaN without such a loss."""
+        return self._means[CLEAN_BUCKET]
+
+    @property
+    def _means(self) -> Tensor:
+        sums, counts = self.report[len(_SCALARS) :].view(2, _NUM_BUCKETS)
         return sums / counts
 
 
@@ -63,7 +73,7 @@ def report(batch: DiffusionBatch, output: HeadOutput) -> Tensor:
     """One micro-batch's sums as a vector, without waiting for the device."""
     nll_N = output.nll_N.double()
     device = nll_N.device
-    buckets_2K = torch.zeros(2, NUM_TIME_BUCKETS, dtype=torch.float64, device=device)
+    buckets_2K = torch.zeros(2, _NUM_BUCKETS, dtype=torch.float64, device=device)
     buckets_2K[0].index_add_(0, batch.time_bucket_N, nll_N)
     buckets_2K[1].index_add_(0, batch.time_bucket_N, torch.ones_like(nll_N))
     sums_2 = torch.stack([output.loss_sum.detach().double(), torch.dot(nll_N, batch.nll_weight_N.double())])

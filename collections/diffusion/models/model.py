@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from nemo.collections.llm.gpt.model.base import GPTConfig, GPTModel, default_layer_spec
@@ -51,6 +52,9 @@ class DiffusionModel(GPTModel):
         self.attention_backend = attention_backend
         # Any split of a global batch into micro-batches and ranks then gives the same gradient.
         config.calculate_per_token_loss = True
+        if objective.block_size is not None or objective.views > 1:
+            # Pipeline stages exchange more positions or rows than the data module's samples have.
+            config.variable_seq_lengths = True
 
     def configure_model(self, vp_stage: int | None = None) -> None:
         """Build this rank's part of the model."""
@@ -77,7 +81,13 @@ class DiffusionModel(GPTModel):
             _accumulate_weight_gradients_in_place(self.module)
 
     def setup(self, stage: str) -> None:
-        """Learn the global batch size, over which times are stratified, and prepare for saving."""
+        """Learn the global batch size, over which times are stratified, and prepare for saving.
+
+        Raises:
+            ValueError: for blocks that do not fit the data.
+        """
+        if self.objective.block_size is not None:
+            _check_blocks(self.objective.block_size, self.trainer.datamodule)
         if not self.trainer.strategy.async_save:
             keep_write_results_in_process()
         if self.objective.group_size is None:
@@ -105,7 +115,7 @@ class DiffusionModel(GPTModel):
 
     def forward_step(self, batch: DiffusionBatch) -> torch.Tensor | HeadOutput:
         """Hidden states of this pipeline stage, or the head's output on the last."""
-        return self(batch.input_ids, None, batch.key_mask, targets=batch.targets)
+        return self(batch.input_ids, batch.position_ids, batch.pattern, targets=batch.targets)
 
     def training_step(self, batch: DiffusionBatch, batch_idx: int | None = None) -> STEP_OUTPUT:
         """See :meth:`forward_step`."""
@@ -165,6 +175,20 @@ def _check_config(config: GPTConfig, objective: Objective) -> None:
                     f"loss_norm={objective.loss_norm!r} would change the strength of {field}={getattr(config, field)}; "
                     f"set loss_norm='token' or {field}=0"
                 )
+
+
+def _check_blocks(block_size: int, data: pl.LightningDataModule) -> None:
+    if block_size > data.seq_length:
+        raise ValueError(
+            f"model.objective.block_size={block_size} is longer than data.seq_length={data.seq_length}; choose a "
+            "smaller block, or MaskedDiffusion, which is block diffusion with a single block"
+        )
+    if getattr(data, "document_boundaries", False) is None:
+        raise ValueError(
+            "data.document_boundaries=None: rows hold several documents, and block diffusion must know whether blocks "
+            "may span them; set document_boundaries=True (blocks, positions and attention restart with each document) "
+            "or False (a row is one text)"
+        )
 
 
 def _accumulate_weight_gradients_in_place(module: torch.nn.Module) -> None:
