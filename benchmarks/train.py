@@ -22,8 +22,11 @@ import lightning.pytorch as pl  # noqa: E402
 import nemo_run as run  # noqa: E402
 import torch  # noqa: E402
 
+from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion  # noqa: E402
 from nemo_dllm.collections.diffusion.training.flops import H200_BF16_FLOPS, train_flops_per_token  # noqa: E402
 from nemo_dllm.recipes.builder import RECIPES, set_precision  # noqa: E402
+
+OBJECTIVES = {"mdlm": MaskedDiffusion, "bd3lm": BlockDiffusion}
 
 
 class Clock(pl.Callback):
@@ -84,6 +87,11 @@ def one_device_recipe(arguments: argparse.Namespace, clock: Clock, folder: str) 
     recipe.data.micro_batch_size = arguments.micro_batch or arguments.sequences
     recipe.model.transformer_impl = arguments.transformer_impl
     recipe.model.attention_backend = arguments.attention_backend
+    if arguments.objective:
+        mask_token_id = recipe.model.objective.mask_token_id
+        recipe.model.objective = run.Config(OBJECTIVES[arguments.objective], mask_token_id=mask_token_id)
+    if arguments.block_size:
+        recipe.model.objective.block_size = arguments.block_size
     for assignment in arguments.set:
         path, value = assignment.split("=", 1)
         *parents, field = path.split(".")
@@ -102,7 +110,9 @@ def measure(arguments: argparse.Namespace) -> dict:
     step = statistics.median(clock.seconds()[arguments.warmup :])
     tokens = arguments.sequences * arguments.length
     model = clock.pl_module
-    flops = train_flops_per_token(model.config, model.logical_vocab_size, arguments.length)
+    flops = train_flops_per_token(
+        model.config, model.logical_vocab_size, arguments.length, model.objective.block_size, model.objective.views
+    )
     if arguments.profile:
         with open(arguments.profile, "w") as file:
             for column in ("self_device_time_total", "self_cpu_time_total"):
@@ -113,6 +123,8 @@ def measure(arguments: argparse.Namespace) -> dict:
         "attention": arguments.attention_backend,
         "precision": arguments.precision,
         "sequences": f"{arguments.sequences} x {arguments.length}",
+        "objective": arguments.objective or "",
+        "block size": arguments.block_size or "",
         "set": " ".join(arguments.set),
         "tokens/s": round(tokens / step),
         "step ms": round(step * 1000, 1),
@@ -135,6 +147,8 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16", help="fp32, bf16, fp16 or fp8")
     parser.add_argument("--transformer-impl", default="auto", help="auto, local or transformer_engine")
     parser.add_argument("--attention-backend", default="auto", help="auto, sdpa, te or eager")
+    parser.add_argument("--objective", choices=sorted(OBJECTIVES), help="in place of the recipe's")
+    parser.add_argument("--block-size", type=int, help="tokens per block of block diffusion")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=JSON", help="any field of the recipe")
     parser.add_argument("--profile", metavar="FILE", help="write the costliest kernels of three steps")
     parser.add_argument("--json", metavar="FILE", help="append the row as a line of JSON")

@@ -96,3 +96,13 @@ def test_qwen3_30b_a3b(flops, llm):
     weights = 48 * (attention + 8 * 3 * 2048 * 768 + 2048 * 128) + VOCAB * 2048
     assert flops(llm.Qwen3Config30B_A3B(moe_permute_fusion=False), VOCAB, 0) == 6 * weights
     assert weights + VOCAB * 2048 == pytest.approx(3.35e9, rel=1e-2)
+
+
+def test_block_diffusion_reads_every_token_twice_and_scores_it_once(flops, llm):
+    """Attention over what the mask allows, by hand for eight tokens in two blocks."""
+    config = llm.Qwen3Config1P7B()
+    block = flops(config, 0, 0) / 6
+    allowed = [4] * 4 + [4 + 4] * 4 + [4] * 4 + [8] * 4  # keys of each of the 16 positions
+    expected = 6 * (2 * block + VOCAB * 2048) + 12 * 28 * 16 * 128 * sum(allowed) / 8
+    assert flops(config, VOCAB, 8, block_size=4) == expected
+    assert flops(config, VOCAB, 8, block_size=4, views=2) == 2 * expected

@@ -15,7 +15,7 @@ def totals(loss_sum=0.0, nll_bound_sum=0.0, count=0, maskable=0, masked=0, bucke
     """Sums of a batch; ``buckets`` are (index, sum, count)."""
     from nemo_dllm.collections.diffusion.models.loss import LossTotals
 
-    sums_2K = torch.zeros(2, 10, dtype=torch.float64)
+    sums_2K = torch.zeros(2, 11, dtype=torch.float64)
     for index, total, number in buckets:
         sums_2K[:, index] = torch.tensor([total, number])
     scalars = torch.tensor([loss_sum, nll_bound_sum, count, maskable, masked], dtype=torch.float64)
@@ -170,9 +170,11 @@ def test_model_flops_utilisation(session, monkeypatch):
     from nemo_dllm.collections.diffusion.training import metrics
 
     session.module.config, session.module.logical_vocab_size = "config", 50
+    session.module.objective = SimpleNamespace(block_size=4, views=2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3_000_000_000)
-    monkeypatch.setattr(metrics, "train_flops_per_token", lambda *arguments: {("config", 50, 16): 250.0}[arguments])
+    flops = {("config", 50, 16, 4, 2): 250.0}
+    monkeypatch.setattr(metrics, "train_flops_per_token", lambda *arguments: flops[arguments])
     for _ in range(3):
         session.step(FIRST, 0.5)
     # 256 tokens a second of 250 FLOPs each, of two devices of a million FLOP/s.

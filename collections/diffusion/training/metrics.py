@@ -15,7 +15,8 @@ def likelihood_metrics(totals: LossTotals, prefix: str) -> dict[str, float]:
     """Loss, likelihood bound (nats per token), perplexity bound, mask ratio, and NLL by time, as floats.
 
     Times are in ten equal steps over (0, 1]; ``nll_at_t0.1`` is the mean negative log-likelihood of tokens masked at
-    times in (0, 0.1]. Empty steps are left out. Waits for the device.
+    times in (0, 0.1]. Empty steps are left out. ``next_token_nll`` is that of an added next-token loss. Waits for the
+    device.
     """
     nll_bound = totals.nll_bound.item()
     metrics = {
@@ -28,6 +29,9 @@ def likelihood_metrics(totals: LossTotals, prefix: str) -> dict[str, float]:
     for index, nll in enumerate(bucket_nll, start=1):
         if not math.isnan(nll):
             metrics[f"{prefix}/nll_at_t{index / len(bucket_nll):.1f}"] = nll
+    next_token_nll = totals.next_token_nll.item()
+    if not math.isnan(next_token_nll):
+        metrics[f"{prefix}/next_token_nll"] = next_token_nll
     return metrics
 
 
@@ -120,7 +124,10 @@ class DiffusionMetrics(pl.Callback):
         tokens_per_second = data.global_batch_size * data.seq_length / seconds
         metrics = {"train/tokens_per_second": tokens_per_second, "train/step_seconds": seconds}
         if torch.cuda.is_available():
-            flops = train_flops_per_token(pl_module.config, pl_module.logical_vocab_size, data.seq_length)
+            objective = pl_module.objective
+            flops = train_flops_per_token(
+                pl_module.config, pl_module.logical_vocab_size, data.seq_length, objective.block_size, objective.views
+            )
             metrics["train/mfu"] = tokens_per_second * flops / (self.peak_flops * trainer.world_size)
             metrics["train/peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
         return metrics
