@@ -60,7 +60,7 @@ def diffusion_hf_config(
     if origin is None or origin.facts.dtype != dtype_name(dtype):
         hf["dtype" if "dtype" in hf else "torch_dtype"] = dtype_name(dtype)
     told = {"mask_token_id": objective.mask_token_id, RIGHT_SHIFT_FIELD: objective.right_shift}
-    if hasattr(objective, "block_size"):
+    if objective.block_size is not None:
         told["block_size"] = objective.block_size
     if origin is None or origin.facts.attention == "causal":
         target = family.diffusion_class
