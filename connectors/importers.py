@@ -9,13 +9,14 @@ from pathlib import Path
 from nemo.lightning import io
 
 from nemo_dllm.collections.diffusion.models.a2d import A2DModel
+from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.connectors.checkpoint_files import DEFAULT_SHARD_SIZE
 from nemo_dllm.connectors.hf_export import export_hf_checkpoint
 from nemo_dllm.connectors.hf_import import adopt_import, import_hf_checkpoint
 
-MODEL_CLASSES = (MDLMModel, A2DModel)
+MODEL_CLASSES = (MDLMModel, BD3LMModel, A2DModel)
 
 
 class HFImporter(io.ModelConnector):
