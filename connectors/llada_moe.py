@@ -54,13 +54,14 @@ def _key_table(config) -> KeyTable:
     layers, sparse = range(config.num_layers), sparse_layers(config)
     dense = [layer for layer in layers if layer not in sparse]
     shared = sparse if config.moe_shared_expert_intermediate_size else ()
+    bias = f"{HF_LAYER}mlp.expert_bias" if config.softmax_expert_bias else None
     return decoder_key_table(
         config,
         [
             *attention_rows(layers),
             *query_key_norm_rows(layers),
             *dense_mlp_rows(dense),
-            *router_rows(sparse),
+            *router_rows(sparse, expert_bias=bias),
             *expert_rows(config, sparse),
             *shared_expert_rows(shared, shared=f"{HF_LAYER}shared_expert."),
         ],
@@ -86,6 +87,7 @@ LLADA_MOE = Family(
             Field("num_experts_per_tok", "moe_router_topk"),
             Field("expert_intermediate_size", "moe_ffn_hidden_size"),
             Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", default=None),
+            Field("moe_router_enable_expert_bias", "softmax_expert_bias", default=False),
         ),
         fixed={"hidden_act": "silu", "attention_bias": False, "clip_qkv": None, "qk_layernorm": True},
         rules=(Rope(), HiddenPerHead(), LayerFrequency()),

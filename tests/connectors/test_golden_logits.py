@@ -12,50 +12,9 @@ DIFFUSION = ("a2d_qwen3", "a2d_qwen2", "a2d_llama", "sdar", "dream", "llada", "l
 BLOCK_SIZE = 4
 
 
-@pytest.fixture(scope="module")
-def load(build_core):
-    from nemo_dllm.connectors.load import load_hf_weights
-
-    def load(path, *args, **fields):
-        core = build_core(path, *args, **fields)
-        load_hf_weights(core, path)
-        return core
-
-    return load
-
-
-def attention_of(case, causal_family):
-    """Pattern of a golden tensor of logits, given a key mask or None; None stands for bidirectional attention."""
-    from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, BlockCausal
-
-    if case == "block_logits":
-        return lambda keys: BlockCausal(BLOCK_SIZE, keys)
-    if case.endswith("_causal") or (causal_family and not case.endswith("_bidirectional")):
-        return lambda keys: BlockCausal(1, keys)
-    return Bidirectional
-
-
-@torch.no_grad()
-def logit_errors(core, golden):
-    """Largest difference to each golden tensor of logits, at the real tokens."""
-    errors = {}
-    for case, expected in golden.items():
-        if "logits" not in case or case == "logits_shifted":
-            continue
-        tokens, positions, keys = golden["input_ids"], None, None
-        if case.startswith("padded_"):
-            tokens, keys = golden["padded_input_ids"], golden["padded_attention_mask"].bool()
-        if case.startswith("pos_"):
-            positions = golden["pos_position_ids"]
-        pattern = attention_of(case, "logits_bidirectional" in golden)(keys)
-        difference = (core(tokens, positions, pattern) - expected).abs()
-        errors[case] = (difference if keys is None else difference[keys]).max().item()
-    return errors
-
-
 @pytest.mark.parametrize("attention_backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", CAUSAL + DIFFUSION)
-def test_logits(load, models, name, attention_backend):
+def test_logits(load, logit_errors, models, name, attention_backend):
     golden = load_file(models / name / "golden.safetensors")
     errors = logit_errors(load(models / name, attention_backend), golden)
     assert max(errors.values()) < TOLERANCE, errors
@@ -142,13 +101,13 @@ def visible(errors):
 
 
 @pytest.mark.parametrize(("name", "twin"), [(name, twin) for name, twins in SWAPS.items() for twin in twins])
-def test_a_twin_with_other_weights_fails(load, models, make_twin, name, twin):
+def test_a_twin_with_other_weights_fails(load, logit_errors, models, make_twin, name, twin):
     folder = make_twin(name, SWAPS[name][twin])
     assert visible(logit_errors(load(folder), load_file(models / name / "golden.safetensors")))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_twin_with_another_configuration_fails(load, models, make_twin, name):
+def test_a_twin_with_another_configuration_fails(load, logit_errors, models, make_twin, name):
     folder = make_twin(name, **CONFIGS[name])
     assert visible(logit_errors(load(folder), load_file(models / name / "golden.safetensors")))
 

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from nemo.collections.llm.gpt.model.qwen3 import Qwen3MoEConfig
+
+from nemo_dllm.collections.diffusion.models.router import BiasedSoftmaxRouter
 
 
 @dataclass
@@ -10,7 +13,11 @@ class LLaDAMoEConfig(Qwen3MoEConfig):
     """What all sizes share: norms of every head's queries and keys, and experts weighed by their plain probabilities.
 
     The vocabulary's size comes from the tokenizer unless it is set. Experts are balanced only where
-    ``moe_aux_loss_coeff`` is set; routing is computed in fp32.
+    ``moe_aux_loss_coeff`` is set; routing is computed in fp32. With ``softmax_expert_bias`` the routers have a bias per
+    expert, see :class:`BiasedSoftmaxRouter`; no published checkpoint has.
+
+    Raises:
+        ValueError: for ``softmax_expert_bias`` with an auxiliary loss.
     """
 
     vocab_size: int | None = None
@@ -21,6 +28,24 @@ class LLaDAMoEConfig(Qwen3MoEConfig):
     moe_aux_loss_coeff: float = 0.0
     moe_router_dtype: str = "fp32"
     moe_permute_fusion: bool = False
+    softmax_expert_bias: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.softmax_expert_bias and self.moe_aux_loss_coeff:
+            raise ValueError(
+                f"softmax_expert_bias=True with moe_aux_loss_coeff={self.moe_aux_loss_coeff} is not supported; "
+                "set moe_aux_loss_coeff=0"
+            )
+
+    def configure_model(self, *args, **kwargs):
+        """As NeMo's, with other routers where there are biases."""
+        model = super().configure_model(*args, **kwargs)
+        if self.softmax_expert_bias:
+            for layer in model.decoder.layers:
+                if isinstance(layer.mlp, MoELayer):
+                    BiasedSoftmaxRouter.adopt(layer.mlp.router)
+        return model
 
 
 @dataclass
