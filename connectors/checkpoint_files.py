@@ -5,21 +5,27 @@ import os
 import pickle
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from nemo_dllm.connectors.safetensors_writer import write_safetensors
+
 CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 PICKLE_FILE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
+
+# Numbers.
+_CHECKED_AT_ONCE = 1 << 24
 
 
 class HFCheckpoint:
@@ -45,6 +51,7 @@ class HFCheckpoint:
         self.path = Path(path)
         self.config = _read_config(self.path)
         self._shard_of = _open_weights(self.path)
+        self._opened: tuple[_SafetensorsShard | _PickleShard | None, Any] = (None, None)
         self.shapes: dict[str, tuple[int, ...]] = {
             name: shard.shapes[name] for name, shard in sorted(self._shard_of.items())
         }
@@ -52,6 +59,11 @@ class HFCheckpoint:
     def keys(self) -> list[str]:
         """Names of all tensors, sorted."""
         return list(self.shapes)
+
+    def json_file(self, name: str) -> dict[str, Any]:
+        """Content of one of the small files; empty where there is none."""
+        file = self.path / name
+        return _read_json(file) if file.is_file() else {}
 
     def tensor(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         """Read one tensor, or the part of it that ``rows`` (dimension 0) and ``columns`` (dimension 1) name.
@@ -62,40 +74,57 @@ class HFCheckpoint:
             ValueError: for a value that is not finite, or a file that cannot be read.
         """
         shard = self._shard_of[name]
+        if self._opened[0] is not shard:
+            # One file at a time: what is mapped counts as memory of this process.
+            self._opened = (None, None)
+            self._opened = (shard, shard.open())
         dimensions = (rows, columns)[: len(self.shapes[name])]
-        part = shard.read(name, dimensions)
-        if part.is_floating_point() and not torch.isfinite(part).all():
+        part = shard.read(self._opened[1], name, dimensions)
+        if part.is_floating_point() and not _is_finite(part):
             raise ValueError(f"{shard.file}: {name} holds NaN or infinity; the checkpoint is damaged")
         return part
+
+
+def _is_finite(part: Tensor) -> bool:
+    """In pieces, because the comparison makes copies."""
+    return all(torch.isfinite(piece).all() for piece in part.reshape(-1).split(_CHECKED_AT_ONCE))
 
 
 class _SafetensorsShard:
     def __init__(self, file: Path):
         self.file = file
-        try:
-            self._open = safe_open(file, framework="pt")
-            self.shapes = {name: tuple(self._open.get_slice(name).get_shape()) for name in self._open.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is truncated or damaged ({error}); fetch it again") from error
+        opened = self.open()
+        self.shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
-    def read(self, name: str, dimensions: tuple[slice, ...]) -> Tensor:
+    def open(self):
+        try:
+            return safe_open(self.file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{self.file} is truncated or damaged ({error}); fetch it again") from error
+
+    def read(self, opened, name: str, dimensions: tuple[slice, ...]) -> Tensor:
         if all(dimension == slice(None) for dimension in dimensions):
-            return self._open.get_tensor(name)
-        return self._open.get_slice(name)[dimensions]
+            return opened.get_tensor(name)
+        return opened.get_slice(name)[dimensions]
 
 
 class _PickleShard:
     def __init__(self, file: Path):
         self.file = file
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.open().items()}
+
+    def open(self) -> dict[str, Tensor]:
         try:
             # Only zip archives can be mapped; older pickles are read whole.
-            self._tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-            self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+            opened = torch.load(self.file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(self.file))
+            if not all(isinstance(tensor, Tensor) for tensor in opened.values()):
+                raise AttributeError("it holds more than tensors")
         except (RuntimeError, EOFError, AttributeError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{file} is damaged or no state dict of tensors ({error})") from error
+            raise ValueError(f"{self.file} is damaged or no state dict of tensors ({error})") from error
+        return opened
 
-    def read(self, name: str, dimensions: tuple[slice, ...]) -> Tensor:
-        return self._tensors[name][dimensions]
+    def read(self, opened: dict[str, Tensor], name: str, dimensions: tuple[slice, ...]) -> Tensor:
+        return opened[name][dimensions]
 
 
 def _open_shard(file: Path) -> _SafetensorsShard | _PickleShard:
@@ -145,6 +174,13 @@ def _open_indexed(path: Path, index_name: str) -> dict[str, _SafetensorsShard | 
     absent = [f"{name} in {file}" for name, file in weight_map.items() if name not in shards[file].shapes]
     if absent:
         raise ValueError(f"{path / index_name} names tensors that their shards lack: {', '.join(absent)}")
+    holders: dict[str, list[str]] = {}
+    for file, shard in shards.items():
+        for name in shard.shapes:
+            holders.setdefault(name, []).append(file)
+    repeated = [f"{name} in {' and '.join(files)}" for name, files in sorted(holders.items()) if len(files) > 1]
+    if repeated:
+        raise ValueError(f"{path} has tensors in more than one shard: {', '.join(repeated)}; fetch it again")
     return {name: shards[file] for name, file in weight_map.items()}
 
 
@@ -155,6 +191,7 @@ def write_hf_checkpoint(
     *,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     extra_files: Mapping[str, bytes] | None = None,
+    last_files: Callable[[], Mapping[str, bytes]] = dict,
     overwrite: bool = False,
 ) -> Path:
     """Write a checkpoint folder: it appears complete under its name, or not at all.
@@ -168,6 +205,7 @@ def write_hf_checkpoint(
         max_shard_size: bytes of tensors per file; a larger single tensor has a file of its own. With more than one
             file an index is written.
         extra_files: content of further files by name; they win over ``config``'s own file.
+        last_files: as ``extra_files``, called once all tensors are written.
         overwrite: replace an existing folder.
 
     Raises:
@@ -180,7 +218,7 @@ def write_hf_checkpoint(
     unfinished.mkdir(parents=True)
     try:
         _write_shards(unfinished, tensors, max_shard_size)
-        files = {CONFIG_FILE: _json_bytes(config), **(extra_files or {})}
+        files = {CONFIG_FILE: _json_bytes(config), **(extra_files or {}), **last_files()}
         for name in sorted(files, key=lambda name: name == CONFIG_FILE):
             (unfinished / name).write_bytes(files[name])
     except BaseException:
@@ -220,7 +258,8 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard
             if name in seen:
                 raise ValueError(f"tensor {name} was given twice")
             seen.add(name)
-        save_file(shard, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        with (folder / f"{len(shards)}.part").open("wb") as file:
+            write_safetensors(file, shard)
         shards.append(list(shard))
         total_size += sum(tensor.nbytes for tensor in shard.values())
     if len(shards) == 1:

@@ -11,32 +11,48 @@ from pathlib import Path
 from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE
 from nemo_dllm.connectors.config import Origin
 from nemo_dllm.connectors.facts import CheckpointFacts
+from nemo_dllm.connectors.mask_token import MaskToken
+from nemo_dllm.connectors.tokenizer_files import write_mask_token
 
 FOLDER = "hf"
 FACTS_FILE = "nemo_dllm.json"
+SUMMARY_FILE = "nemo_dllm_conversion.json"
 
 # Configuration, tokenizer, chat template, generation settings and remote code; never weights or their indices.
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 
 
-def copy_companions(hf_path: Path, folder: Path, facts: CheckpointFacts) -> None:
+def copy_companions(hf_path: Path, folder: Path, facts: CheckpointFacts, mask_token: MaskToken) -> None:
     """Copy the small files of a Hugging Face checkpoint, byte for byte, and write its facts beside them.
+
+    A mask token that they lack is added to the tokenizer's.
 
     Args:
         hf_path: the checkpoint.
         folder: where to; made here.
         facts: facts of the checkpoint.
+        mask_token: the mask token in use.
     """
     folder.mkdir(parents=True)
     for file in sorted(hf_path.iterdir()):
-        if file.is_file() and file.suffix in _SUFFIXES and not file.name.endswith(".index.json"):
+        if file.is_file() and file.suffix in _SUFFIXES and not _is_about_weights(file.name):
             shutil.copyfile(file, folder / file.name)
+    if mask_token.added:
+        write_mask_token(folder, mask_token)
     (folder / FACTS_FILE).write_text(json.dumps(facts.to_json(), indent=2) + "\n")
+
+
+def _is_about_weights(name: str) -> bool:
+    return name.endswith(".index.json") or name == SUMMARY_FILE
 
 
 def read_origin(nemo_path: Path) -> Origin | None:
     """The checkpoint that a NeMo checkpoint's training started from; None where it did not start from an import."""
-    folder = nemo_path / "context" / FOLDER
+    return read_companions(nemo_path / "context" / FOLDER)
+
+
+def read_companions(folder: Path) -> Origin | None:
+    """The checkpoint whose small files a folder holds; None where :func:`copy_companions` did not write it."""
     if not (folder / FACTS_FILE).is_file():
         return None
     return Origin(

@@ -73,7 +73,7 @@ def diffusion_hf_config(
         return hf | told
     # What the origin's reader finds without a field needs none.
     found = {
-        "mask_token_id": origin.facts.mask_token_id,
+        "mask_token_id": None if origin.facts.mask_token_added else origin.facts.mask_token_id,
         RIGHT_SHIFT_FIELD: origin.facts.right_shift,
         "block_size": origin.facts.block_size,
     }

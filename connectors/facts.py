@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
+from nemo_dllm.connectors.checkpoint_files import GENERATION_CONFIG_FILE, HFCheckpoint
 from nemo_dllm.connectors.config_table import dtype_name, hf_dtype
 from nemo_dllm.connectors.families import find_family
-from nemo_dllm.connectors.mask_token import find_mask_token, load_hf_tokenizer
+from nemo_dllm.connectors.mask_token import MaskToken, find_mask_token
+from nemo_dllm.connectors.revision import revision_of
+from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
 
 # config.json has no established name for the shift; this is how dllm's trainers call it.
 RIGHT_SHIFT_FIELD = "right_shift_logits"
@@ -24,21 +26,28 @@ class CheckpointFacts:
     Args:
         family: name of the family.
         source: folder that was read.
+        revision: its commit, see :func:`revision_of`.
         dtype: of the weights, as config.json spells it.
         attention: ``causal``, ``bidirectional`` or ``block_causal``: how its own class attends.
         right_shift: whether the logits at position i - 1 predict token i, read as a diffusion model.
         block_size: tokens per block, where config.json names it.
-        mask_token_id: from config.json, the tokenizer, or the family's mask token added to the tokenizer; None where
-            there is none or it would not fit the vocabulary.
+        mask_token_id: from config.json, generation_config.json, the tokenizer, or the family's mask token added to the
+            tokenizer; None where there is none. See :func:`find_mask_token`.
+        mask_token_added: whether no file of the checkpoint has it.
+        special_token_ids: ids of the bos, eos, pad and unk token that config.json and the tokenizer name; config.json
+            may have a list of them.
     """
 
     family: str
     source: str
+    revision: str | None
     dtype: str
     attention: str
     right_shift: bool
     block_size: int | None
     mask_token_id: int | None
+    mask_token_added: bool
+    special_token_ids: dict[str, int | list[int]]
 
     def to_json(self) -> dict[str, Any]:
         """The facts as a dict of JSON values."""
@@ -60,15 +69,33 @@ def read_facts(hf_path: str | Path) -> CheckpointFacts:
     checkpoint = HFCheckpoint(hf_path)
     hf = checkpoint.config
     family = find_family(hf)
+    tokenizer = load_hf_tokenizer(checkpoint.path)
+    special_token_ids = _special_token_ids(tokenizer, hf)
+    mask_token = checkpoint_mask_token(checkpoint, tokenizer)
     return CheckpointFacts(
         family=family.name,
         source=str(checkpoint.path),
+        revision=revision_of(checkpoint.path),
         dtype=dtype_name(weights_dtype(checkpoint)),
         attention=family.hf_class(hf).attention,
         right_shift=hf.get(RIGHT_SHIFT_FIELD, family.right_shift),
         block_size=hf.get("block_size"),
-        mask_token_id=find_mask_token(load_hf_tokenizer(checkpoint.path), hf, family).id,
+        mask_token_id=mask_token.id,
+        mask_token_added=mask_token.added,
+        special_token_ids=special_token_ids,
     )
+
+
+def checkpoint_mask_token(checkpoint: HFCheckpoint, tokenizer) -> MaskToken:
+    """See :func:`find_mask_token`; ``tokenizer`` is the checkpoint's own, or None."""
+    hf = checkpoint.config
+    return find_mask_token(tokenizer, hf, find_family(hf), checkpoint.json_file(GENERATION_CONFIG_FILE))
+
+
+def _special_token_ids(tokenizer, hf: Mapping[str, Any]) -> dict[str, int | list[int]]:
+    names = [f"{name}_token_id" for name in ("bos", "eos", "pad", "unk")]
+    found = {name: hf[name] if hf.get(name) is not None else getattr(tokenizer, name, None) for name in names}
+    return {name: token_id for name, token_id in found.items() if token_id is not None}
 
 
 def weights_dtype(checkpoint: HFCheckpoint) -> torch.dtype:
@@ -76,5 +103,6 @@ def weights_dtype(checkpoint: HFCheckpoint) -> torch.dtype:
     named = hf_dtype(checkpoint.config)
     if named is not None:
         return named
-    smallest = min(checkpoint.shapes, key=lambda name: math.prod(checkpoint.shapes[name]))
-    return checkpoint.tensor(smallest).dtype
+    # The most common one: norms and routers may have another.
+    largest = max(checkpoint.shapes, key=lambda name: math.prod(checkpoint.shapes[name]))
+    return checkpoint.tensor(largest, rows=slice(0, 1)).dtype

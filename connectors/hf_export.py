@@ -15,11 +15,12 @@ from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.single_process import single_process
 from nemo_dllm.connectors.build import build_on_cpu
 from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, DEFAULT_SHARD_SIZE, refuse_existing, write_hf_checkpoint
-from nemo_dllm.connectors.companions import companion_files, read_origin
-from nemo_dllm.connectors.config import diffusion_hf_config
+from nemo_dllm.connectors.companions import SUMMARY_FILE, companion_files, read_origin
+from nemo_dllm.connectors.config import Origin, diffusion_hf_config
 from nemo_dllm.connectors.families import family_of
 from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.load import export_hf_tensors
+from nemo_dllm.connectors.summary import TensorTally, conversion_summary
 
 # NeMo saves the Megatron model as a child of its own module.
 _MODULE_PREFIX = "module."
@@ -36,7 +37,7 @@ def export_hf_checkpoint(
 
     The tensors have the dtype in which the checkpoint holds them. What training started from gives config.json (see
     :func:`diffusion_hf_config`) and, byte for byte, tokenizer and generation settings; a model trained from scratch
-    gets them from its configuration and tokenizer.
+    gets them from its configuration and tokenizer. ``nemo_dllm_conversion.json`` says what was done.
 
     Args:
         nemo_path: an import, or a checkpoint of any step of a training.
@@ -71,14 +72,34 @@ def export_hf_checkpoint(
                 del files[CONFIG_FILE]
         if origin is None or origin.facts.attention == "causal":
             files |= _modeling_files(family_of(model.config))
+        tally = TensorTally(model.config)
         return write_hf_checkpoint(
             output_path,
             config,
-            export_hf_tensors(core),
+            tally.watch(export_hf_tensors(core)),
             max_shard_size=max_shard_size,
             extra_files=files,
+            last_files=lambda: {SUMMARY_FILE: _summary(nemo_path, origin, model, core.logical_vocab_size, tally)},
             overwrite=overwrite,
         )
+
+
+def _summary(
+    nemo_path: Path, origin: Origin | None, model: DiffusionModel, vocab_size: int, tally: TensorTally
+) -> bytes:
+    mask_id = model.objective.mask_token_id
+    tokenizer = getattr(model.tokenizer, "tokenizer", None)
+    return conversion_summary(
+        "export",
+        tally,
+        source=str(nemo_path),
+        # Of what its training started from.
+        revision=None if origin is None else origin.facts.revision,
+        family=family_of(model.config).name,
+        vocab_size=vocab_size,
+        mask_token={"id": mask_id, "text": None if tokenizer is None else tokenizer.convert_ids_to_tokens(mask_id)},
+        added={"mask_token": False, "vocabulary_rows": 0, "mask_init": None},
+    )
 
 
 @contextmanager

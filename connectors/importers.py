@@ -12,9 +12,10 @@ from nemo_dllm.collections.diffusion.models.a2d import A2DModel
 from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
+from nemo_dllm.connectors.adoption import adopt_import
 from nemo_dllm.connectors.checkpoint_files import DEFAULT_SHARD_SIZE
 from nemo_dllm.connectors.hf_export import export_hf_checkpoint
-from nemo_dllm.connectors.hf_import import adopt_import, import_hf_checkpoint
+from nemo_dllm.connectors.hf_import import import_hf_checkpoint
 
 MODEL_CLASSES = (MDLMModel, BD3LMModel, A2DModel)
 
@@ -26,10 +27,13 @@ class HFImporter(io.ModelConnector):
     notes where to write, and :meth:`on_import_ckpt`, which follows at once, does the work.
     """
 
-    def __call__(self, output_path: Path | None = None, overwrite: bool = False) -> Path:
-        """Note where to write; returns that path (NeMo's model cache where None)."""
+    def __call__(self, output_path: Path | None = None, overwrite: bool = False, mask_init: str = "mean") -> Path:
+        """Note where to write; returns that path (NeMo's model cache where None).
+
+        ``mask_init``: see :func:`import_hf_checkpoint`.
+        """
         self._output_path = Path(output_path or self.local_path())
-        self._overwrite = overwrite
+        self._overwrite, self._mask_init = overwrite, mask_init
         return self._output_path
 
     def on_import_ckpt(self, model: DiffusionModel) -> None:
@@ -37,7 +41,13 @@ class HFImporter(io.ModelConnector):
         if self._output_path.exists() and not self._overwrite:
             adopt_import(model, self._output_path)
         else:
-            import_hf_checkpoint(model, _local_folder(Path(self)), self._output_path, overwrite=self._overwrite)
+            import_hf_checkpoint(
+                model,
+                _local_folder(Path(self)),
+                self._output_path,
+                overwrite=self._overwrite,
+                mask_init=self._mask_init,
+            )
 
 
 class HFExporter(io.ModelConnector):

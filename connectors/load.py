@@ -17,6 +17,9 @@ from nemo_dllm.connectors import placement
 from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, HFCheckpoint
 from nemo_dllm.connectors.families import family_of, find_family
 from nemo_dllm.connectors.key_table import Entry, KeyTable, ModelDimensions, Replicated, TensorRank
+from nemo_dllm.connectors.vocabulary_growth import GrownCheckpoint, grow_vocabulary, tied_head
+
+_ROWS_COMPARED_AT_ONCE = 8192
 
 
 class Assignment(NamedTuple):
@@ -32,12 +35,16 @@ class Assignment(NamedTuple):
         return self.entry.layout.hf_shapes(tuple(self.parameter.shape), self.rank.size, self.dimensions)
 
 
-def load_hf_weights(model: nn.Module | Sequence[nn.Module], hf_path: str | Path) -> None:
+def load_hf_weights(
+    model: nn.Module | Sequence[nn.Module], hf_path: str | Path, *, mask_init: str | None = None
+) -> None:
     """Fill a built model with a Hugging Face checkpoint, in place, in the parameters' own dtype.
 
     Args:
         model: a Megatron GPT (unwrapped), or the chunks of an interleaved pipeline stage.
         hf_path: folder of the checkpoint.
+        mask_init: how to make the rows of tokens that the checkpoint lacks, see :class:`GrownCheckpoint`; with None a
+            model that has more tokens is refused.
 
     Raises:
         FileNotFoundError, ValueError: see :class:`HFCheckpoint`.
@@ -48,19 +55,39 @@ def load_hf_weights(model: nn.Module | Sequence[nn.Module], hf_path: str | Path)
     checkpoint = HFCheckpoint(hf_path)
     family = find_family(checkpoint.config)
     config = chunks[0].config
-    check_same_model(config, checkpoint.config, where=checkpoint.path)
     table = family.key_table(config)
+    if mask_init is not None:
+        vocab_size = _dimensions(chunks[0]).vocab_size
+        checkpoint = grow_vocabulary(checkpoint, family, table, vocab_size, mask_init)
+    check_fits_config(config, checkpoint.config, where=checkpoint.path)
     assignments, problems = _assign(chunks, table)
     problems += _differences(checkpoint, table, assignments)
     if problems:
         raise ValueError(f"{checkpoint.path} does not fit the model (family {family.name}):\n" + "\n".join(problems))
+    _check_tied_head(checkpoint, tied_head(family, config))
     with torch.no_grad():
         for a in assignments:
             read = partial(_read, checkpoint, a.entry.hf)
             a.parameter.copy_(a.entry.layout.read(read, tuple(a.parameter.shape), a.rank, a.dimensions))
 
 
-def _read(checkpoint: HFCheckpoint, names: tuple[str, ...], index: int, **part: slice) -> Tensor:
+def _check_tied_head(checkpoint: HFCheckpoint | GrownCheckpoint, names: tuple[str, str] | None) -> None:
+    """Refuse a file whose head is not the embedding that its config.json says it is."""
+    if names is None or names[1] not in checkpoint.shapes:
+        return
+    embedding, head = names
+    same = checkpoint.shapes[embedding] == checkpoint.shapes[head]
+    for start in range(0, checkpoint.shapes[embedding][0] if same else 0, _ROWS_COMPARED_AT_ONCE):
+        rows = slice(start, start + _ROWS_COMPARED_AT_ONCE)
+        same = same and torch.equal(checkpoint.tensor(embedding, rows), checkpoint.tensor(head, rows))
+    if not same:
+        raise ValueError(
+            f"{checkpoint.path}: config.json ties the head to the embeddings, but {head} differs from {embedding}; "
+            "set tie_word_embeddings to false there, or remove the tensor"
+        )
+
+
+def _read(checkpoint: HFCheckpoint | GrownCheckpoint, names: tuple[str, ...], index: int, **part: slice) -> Tensor:
     return checkpoint.tensor(names[index], **part)
 
 
@@ -85,7 +112,7 @@ def export_hf_tensors(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[
     return _written(assignments)
 
 
-def check_same_model(config, hf_config: Mapping[str, Any], where: Path) -> None:
+def check_fits_config(config, hf_config: Mapping[str, Any], where: Path) -> None:
     """Check that a NeMo configuration describes a checkpoint's model.
 
     Args:
@@ -144,7 +171,9 @@ def _assign(chunks: list[nn.Module], table: KeyTable) -> tuple[list[Assignment],
     )
 
 
-def _differences(checkpoint: HFCheckpoint, table: KeyTable, assignments: list[Assignment]) -> list[str]:
+def _differences(
+    checkpoint: HFCheckpoint | GrownCheckpoint, table: KeyTable, assignments: list[Assignment]
+) -> list[str]:
     """Tensors that are absent, unknown or of another shape. The first two are checked for the whole model."""
     expected = {name for entry in table.entries() for name in entry.hf}
     unknown = []

@@ -1,12 +1,10 @@
 """Which token is the mask: the config's, the tokenizer's, or one that the tokenizer gets."""
 
 from collections.abc import Mapping
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nemo_dllm.connectors.family import Family
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 class MaskToken(NamedTuple):
@@ -14,66 +12,91 @@ class MaskToken(NamedTuple):
 
     id: int | None
     text: str | None
+    added: bool = False
+    """Whether the tokenizer's files lack it."""
 
 
-def load_hf_tokenizer(folder: str | Path):
-    """The transformers tokenizer of a checkpoint folder; None where the folder has no tokenizer files."""
-    if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(folder))
-
-
-def find_mask_token(tokenizer, hf: Mapping[str, Any], family: Family) -> MaskToken:
+def find_mask_token(
+    tokenizer, hf: Mapping[str, Any], family: Family, generation: Mapping[str, Any] = MappingProxyType({})
+) -> MaskToken:
     """The mask token of a checkpoint.
 
-    In order: ``mask_token_id`` of config.json, the tokenizer's mask token, the family's mask token where the tokenizer
-    has that text, and else as the next token to be added, provided that the vocabulary has a row for it.
+    In order: ``mask_token_id`` of config.json and of generation_config.json, the tokenizer's mask token, the family's
+    mask token where the tokenizer has that text, and else that one as the next token to be added. An added token may
+    lie beyond the embedding table, which then has to grow.
 
     Args:
         tokenizer: from :func:`load_hf_tokenizer`; it may get the token added.
         hf: content of config.json.
         family: the checkpoint's family.
+        generation: content of generation_config.json.
 
     Raises:
-        ValueError: where the mask token is the bos, eos, pad or unk token as well.
+        ValueError: where the mask token is the bos, eos, pad or unk token as well, or a file names an id outside of the
+            vocabulary.
     """
-    if hf.get("mask_token_id") is not None:
-        return mask_token_at(hf["mask_token_id"], tokenizer, hf, family)
+    for settings in (hf, generation):
+        named = settings.get("mask_token_id")
+        if named is not None:
+            _check_inside(named, hf)
+            return mask_token_at(named, tokenizer, hf, family)
     if tokenizer is None:
         return MaskToken(None, None)
     text = tokenizer.mask_token or family.mask_token
+    added = text not in tokenizer.get_vocab()
     token_id = _added_id(tokenizer, text)
-    if token_id >= hf["vocab_size"]:
-        return MaskToken(None, None)
     _check_unshared(token_id, tokenizer, hf)
-    return MaskToken(token_id, text)
+    return MaskToken(token_id, text, added)
 
 
 def mask_token_at(token_id: int, tokenizer, hf: Mapping[str, Any], family: Family) -> MaskToken:
-    """The mask token of a given id, with the text that the tokenizer has or may get for it.
+    """The mask token of a given id, which may be one that text uses.
+
+    Its text is that of the tokenizer's token, or the family's mask token where the next token to be added has the id.
 
     Raises:
         ValueError: where the id is outside of the vocabulary, or that of the bos, eos, pad or unk token.
     """
+    _check_unshared(token_id, tokenizer, hf)
+    token = MaskToken(token_id, None)
+    if tokenizer is not None:
+        text = next((text for text, known_id in tokenizer.get_vocab().items() if known_id == token_id), None)
+        if text is not None:
+            token = MaskToken(token_id, text)
+        elif family.mask_token not in tokenizer.get_vocab() and _added_id(tokenizer, family.mask_token) == token_id:
+            token = MaskToken(token_id, family.mask_token, added=True)
+    if token.text is None:
+        _check_inside(token_id, hf)
+    return token
+
+
+def grown_vocab_size(hf: Mapping[str, Any], mask_token: MaskToken) -> int:
+    """Tokens of a checkpoint's model once it has a mask token: as many as before where that fits."""
+    return max(hf["vocab_size"], mask_token.id + 1)
+
+
+def _added_id(tokenizer, text: str) -> int:
+    """The id of a token, added where it is new.
+
+    Raises:
+        ValueError: where the tokenizer's ids have a gap, and it would count from inside.
+    """
+    known = tokenizer.get_vocab()
+    tokenizer.add_special_tokens({"mask_token": text})
+    token_id = tokenizer.convert_tokens_to_ids(text)
+    if text not in known and token_id in known.values():
+        raise ValueError(
+            f"the tokenizer would give {text!r} the id {token_id}, which another token has: its ids have gaps; set "
+            "mask_token_id of the objective to the id of an unused token"
+        )
+    return token_id
+
+
+def _check_inside(token_id: int, hf: Mapping[str, Any]) -> None:
     if not 0 <= token_id < hf["vocab_size"]:
         raise ValueError(
             f"mask_token_id={token_id} is outside the vocabulary of {hf['vocab_size']}; choose an id in it"
         )
-    _check_unshared(token_id, tokenizer, hf)
-    if tokenizer is None:
-        return MaskToken(token_id, None)
-    text = next((text for text, known_id in tokenizer.get_vocab().items() if known_id == token_id), None)
-    if text is None and _added_id(tokenizer, family.mask_token) == token_id:
-        text = family.mask_token
-    return MaskToken(token_id, text)
-
-
-def _added_id(tokenizer, text: str) -> int:
-    """The id of a token, added where it is new: where the id range has gaps only the tokenizer knows the next one."""
-    tokenizer.add_special_tokens({"mask_token": text})
-    return tokenizer.convert_tokens_to_ids(text)
 
 
 def _check_unshared(token_id: int, tokenizer, hf: Mapping[str, Any]) -> None:

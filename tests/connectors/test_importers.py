@@ -7,9 +7,13 @@ import socket
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.nemo
 
+SUMMARY = "nemo_dllm_conversion.json"
+# What stays as it is where a mask token is added to the tokenizer.
+UNTOUCHED = ("generation_config.json",)
 COMPANIONS = ("generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -72,9 +76,10 @@ def test_an_autoregressive_checkpoint_comes_back_as_a_diffusion_model(make_model
     imported = import_ckpt(make_model(models / name, "A2DModel"), models / name, tmp_path / "nemo")
     exported = export_ckpt(imported, tmp_path / "hf")
     assert_same_weights(exported, models / name)
-    for file in COMPANIONS:
+    for file in UNTOUCHED:
         assert (exported / file).read_bytes() == (models / name / file).read_bytes()
-    files = ["config.json", "model.safetensors", "modeling_a2d.py", *COMPANIONS]
+    assert AutoTokenizer.from_pretrained(exported).mask_token_id == 196
+    files = ["config.json", "model.safetensors", "modeling_a2d.py", SUMMARY, *COMPANIONS]
     assert sorted(file.name for file in exported.iterdir()) == sorted(files)
     source, config = read_config(models / name), read_config(exported)
     assert {key: value for key, value in config.items() if value != source.get(key, ...)} == {
@@ -91,8 +96,8 @@ def test_an_autoregressive_checkpoint_comes_back_as_a_diffusion_model(make_model
     }
 
 
-def test_a_diffusion_checkpoint_comes_back_as_it_was(make_model, models, tmp_path):
-    source = models / "a2d_qwen3"
+def test_a_diffusion_checkpoint_comes_back_as_it_was(make_model, make_twin, tmp_path):
+    source = make_twin("a2d_qwen3", mask_token_id=17)
     exported = export_ckpt(import_ckpt(make_model(source), source, tmp_path / "nemo"), tmp_path / "hf")
     assert_same_weights(exported, source)
     for file in ("config.json", *COMPANIONS):
@@ -153,11 +158,14 @@ def test_the_imported_context_has_the_mask_token(make_model, models, tmp_path):
     assert json.loads((imported / "context" / "hf" / "nemo_dllm.json").read_text()) == {
         "family": "qwen3",
         "source": str(models / "qwen3"),
+        "revision": None,
         "dtype": "float32",
         "attention": "causal",
         "right_shift": False,
         "block_size": None,
         "mask_token_id": 196,
+        "mask_token_added": True,
+        "special_token_ids": {"bos_token_id": 191, "eos_token_id": 192, "pad_token_id": 191},
     }
 
 
@@ -167,8 +175,13 @@ def test_the_objective_s_mask_token_wins(make_model, models, tmp_path):
     model = make_model(models / "qwen3", mask_token_id=17)
     imported = import_ckpt(model, models / "qwen3", tmp_path / "nemo")
     context = io.load_context(imported, subpath="model")
-    assert (context.objective.mask_token_id, context.tokenizer.mask_id) == (17, 17)
-    assert model.objective.mask_token_id == 17
+    assert context.objective.mask_token_id == model.objective.mask_token_id == 17
+    # Text may use it.
+    assert context.tokenizer.ids_to_text(context.tokenizer.text_to_ids("w16 w17")) == "w16 w17"
+    exported = export_ckpt(imported, tmp_path / "hf")
+    assert read_config(exported)["mask_token_id"] == 17
+    for file in COMPANIONS:
+        assert (exported / file).read_bytes() == (models / "qwen3" / file).read_bytes()
 
 
 def test_without_a_tokenizer(make_model, make_twin, tmp_path):
@@ -191,7 +204,7 @@ def test_the_export_needs_neither_the_source_nor_the_place_of_the_import(make_mo
     shutil.rmtree(twin)
     moved = (tmp_path / "nemo").rename(tmp_path / "moved")
     exported = export_ckpt(moved, tmp_path / "hf")
-    assert read_config(exported) == read_config(models / "a2d_qwen3")
+    assert read_config(exported) == read_config(models / "a2d_qwen3") | {"mask_token_id": 196}
     assert_same_weights(exported, models / "a2d_qwen3")
 
 
@@ -279,8 +292,6 @@ def test_a_pickle_checkpoint_imports(make_model, models, tmp_path):
 
 def test_a_model_without_an_origin_gets_its_files_from_configuration_and_tokenizer(make_model, models, tmp_path):
     """As one trained from scratch, whose tokenizer was no import's."""
-    from transformers import AutoTokenizer
-
     model = make_model(models / "qwen3_tied", right_shift=True)
     trained = import_ckpt(model, models / "qwen3_tied", tmp_path / "nemo")
     (trained / "context" / "hf" / "nemo_dllm.json").unlink()

@@ -87,12 +87,22 @@ def test_tied_embeddings_are_one_tensor(build_core, models):
     assert "output_layer.weight" not in dict(core.named_parameters())
 
 
-def test_a_head_in_the_file_of_a_tied_model_is_not_used(build_core, models, make_twin):
+def test_a_head_in_the_file_of_a_tied_model_must_be_the_embedding(build_core, models, make_twin):
     def add_head(tensors):
-        tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     twin = make_twin("qwen3_tied", add_head)
     assert max(logit_errors(load(build_core(twin), twin), models, "qwen3_tied").values()) < TOLERANCE
+
+    def change_head(tensors):
+        add_head(tensors)
+        tensors["lm_head.weight"][199, 63] += 1e-3
+
+    twin = make_twin("qwen3_tied", change_head, folder="other")
+    with pytest.raises(
+        ValueError, match="ties the head .* but lm_head.weight differs from model.embed_tokens.weight; set"
+    ):
+        load(build_core(twin), twin)
 
 
 class Tokenizer:

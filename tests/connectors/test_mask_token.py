@@ -4,8 +4,9 @@ import shutil
 import pytest
 
 from nemo_dllm.connectors.facts import CheckpointFacts, read_facts
-from nemo_dllm.connectors.mask_token import MaskToken, find_mask_token, load_hf_tokenizer, mask_token_at
+from nemo_dllm.connectors.mask_token import MaskToken, find_mask_token, grown_vocab_size, mask_token_at
 from nemo_dllm.connectors.qwen3 import QWEN3
+from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer, write_mask_token
 
 HF = {"vocab_size": 200, "eos_token_id": [192, 191], "bos_token_id": 190}
 
@@ -17,11 +18,28 @@ def tokenizer(models):
 
 
 def test_the_family_s_mask_token_is_the_next_token(tokenizer):
-    assert find_mask_token(tokenizer, HF, QWEN3) == MaskToken(196, "<|mask|>")
+    assert find_mask_token(tokenizer, HF, QWEN3) == MaskToken(196, "<|mask|>", added=True)
+    assert grown_vocab_size(HF, MaskToken(196, "<|mask|>", added=True)) == 200
 
 
-def test_a_mask_token_that_does_not_fit_the_vocabulary_is_none(tokenizer):
-    assert find_mask_token(tokenizer, HF | {"vocab_size": 196}, QWEN3) == MaskToken(None, None)
+@pytest.mark.parametrize(("rows", "grown"), [(196, 197), (190, 197), (197, 197)])
+def test_the_vocabulary_grows_by_what_the_mask_token_needs(tokenizer, rows, grown):
+    hf = HF | {"vocab_size": rows}
+    assert find_mask_token(tokenizer, hf, QWEN3) == MaskToken(196, "<|mask|>", added=True)
+    assert mask_token_at(196, tokenizer, hf, QWEN3).id == 196
+    assert grown_vocab_size(hf, MaskToken(196, "<|mask|>")) == grown
+
+
+def test_ids_with_gaps_give_no_new_id(models, tmp_path):
+    twin = shutil.copytree(models / "qwen3", tmp_path / "twin")
+    content = json.loads((twin / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    vocab["w9"], vocab["w8"] = 400, 196  # 196 tokens, so the next one would be 196.
+    (twin / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(
+        ValueError, match="would give '<.mask.>' the id 196, which another token has: its ids have gaps"
+    ):
+        find_mask_token(load_hf_tokenizer(twin), HF, QWEN3)
 
 
 def test_the_tokenizer_s_own_mask_token_wins_over_the_family_s(tokenizer):
@@ -32,6 +50,16 @@ def test_the_tokenizer_s_own_mask_token_wins_over_the_family_s(tokenizer):
 def test_a_token_with_the_text_of_the_family_s_mask_token_is_the_mask(tokenizer):
     tokenizer.add_tokens(["<|mask|>", "<|later|>"])
     assert find_mask_token(tokenizer, HF, QWEN3) == MaskToken(196, "<|mask|>")
+
+
+def test_generation_config_comes_after_config_json(tokenizer):
+    assert find_mask_token(tokenizer, HF, QWEN3, {"mask_token_id": 8}) == MaskToken(8, "w8")
+    assert find_mask_token(tokenizer, HF | {"mask_token_id": 5}, QWEN3, {"mask_token_id": 8}) == MaskToken(5, "w5")
+
+
+def test_a_file_that_names_a_mask_token_outside_its_vocabulary(tokenizer):
+    with pytest.raises(ValueError, match="mask_token_id=196 is outside the vocabulary of 196; choose an id in it"):
+        find_mask_token(tokenizer, HF | {"vocab_size": 196, "mask_token_id": 196}, QWEN3)
 
 
 def test_config_json_wins_over_the_tokenizer(tokenizer):
@@ -46,7 +74,7 @@ def test_without_a_tokenizer_only_config_json_can_tell():
 
 def test_a_chosen_id_has_the_text_that_the_tokenizer_has_or_can_get(tokenizer):
     assert mask_token_at(17, tokenizer, HF, QWEN3) == MaskToken(17, "w17")
-    assert mask_token_at(196, tokenizer, HF, QWEN3) == MaskToken(196, "<|mask|>")
+    assert mask_token_at(196, tokenizer, HF, QWEN3) == MaskToken(196, "<|mask|>", added=True)
     assert mask_token_at(199, tokenizer, HF, QWEN3) == MaskToken(199, None)
 
 
@@ -67,11 +95,14 @@ def test_facts_of_an_autoregressive_checkpoint(models):
     assert facts == CheckpointFacts(
         family="qwen3",
         source=str(models / "qwen3"),
+        revision=None,
         dtype="float32",
         attention="causal",
         right_shift=False,
         block_size=None,
         mask_token_id=196,
+        mask_token_added=True,
+        special_token_ids={"bos_token_id": 191, "eos_token_id": 192, "pad_token_id": 191},
     )
     assert CheckpointFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
 
@@ -93,6 +124,48 @@ def test_facts_without_tokenizer_and_dtype(make_twin):
         file.unlink()
     facts = read_facts(twin)
     assert (facts.mask_token_id, facts.dtype) == (None, "float16")
+
+
+def test_the_dtype_is_that_of_the_most_weights(make_twin):
+    def halve_all_but_norms(tensors):
+        for name in tensors:
+            tensors[name] = tensors[name] if "norm" in name else tensors[name].bfloat16()
+
+    assert read_facts(make_twin("qwen3", halve_all_but_norms, torch_dtype=...)).dtype == "bfloat16"
+
+
+def test_facts_report_a_mask_token_that_needs_a_new_row(make_twin):
+    def cut(tensors):
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = tensors[name][:196].clone()
+
+    facts = read_facts(make_twin("qwen3", cut, vocab_size=196))
+    assert (facts.mask_token_id, facts.mask_token_added) == (196, True)
+
+
+@pytest.mark.parametrize("without_decoder", [False, True])
+def test_files_get_the_mask_token_and_keep_the_rest(models, tmp_path, without_decoder):
+    folder = shutil.copytree(models / "qwen3", tmp_path / "twin")
+    if without_decoder:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        del config["added_tokens_decoder"]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    before = {file.name: file.read_text() for file in folder.glob("*token*.json")}
+    old = load_hf_tokenizer(folder)
+    write_mask_token(folder, MaskToken(196, "<|mask|>", added=True))
+    new = load_hf_tokenizer(folder)
+    assert new.get_vocab() == old.get_vocab() | {"<|mask|>": 196}
+    assert new("w3 <|mask|> w5", add_special_tokens=False)["input_ids"] == [3, 196, 5]
+    assert (new.mask_token_id, new.eos_token_id, new.pad_token_id) == (196, 192, 191)
+    assert new.decode([3, 196, 5], skip_special_tokens=True) == "w3 w5"
+    for name, old_text in before.items():
+        old_json, new_json = json.loads(old_text), json.loads((folder / name).read_text())
+        new_json.pop("mask_token", None)
+        if name == "tokenizer.json":
+            assert new_json["added_tokens"].pop()["id"] == 196
+        if "added_tokens_decoder" in new_json:
+            del new_json["added_tokens_decoder"]["196"]
+        assert new_json == old_json and list(new_json) == list(old_json)
 
 
 def test_no_tokenizer_files_no_tokenizer(models, tmp_path):

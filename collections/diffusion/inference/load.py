@@ -25,9 +25,10 @@ from nemo_dllm.connectors.config import hf_to_nemo_config
 from nemo_dllm.connectors.facts import read_facts, weights_dtype
 from nemo_dllm.connectors.families import find_family
 from nemo_dllm.connectors.hf_export import load_nemo_checkpoint
-from nemo_dllm.connectors.hf_import import nemo_tokenizer
 from nemo_dllm.connectors.load import load_hf_weights
-from nemo_dllm.connectors.mask_token import load_hf_tokenizer, mask_token_at
+from nemo_dllm.connectors.mask_token import mask_token_at
+from nemo_dllm.connectors.nemo_tokenizer import nemo_tokenizer
+from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,117 @@
+"""What a model takes over from the checkpoint that it starts from: tokenizer, mask token, vocabulary."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
+from nemo.lightning import io
+
+from nemo_dllm.collections.diffusion.models.a2d import A2DModel
+from nemo_dllm.collections.diffusion.models.model import DiffusionModel
+from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
+from nemo_dllm.connectors.companions import read_origin
+from nemo_dllm.connectors.facts import CheckpointFacts, checkpoint_mask_token, read_facts
+from nemo_dllm.connectors.families import find_family
+from nemo_dllm.connectors.load import check_fits_config
+from nemo_dllm.connectors.mask_token import MaskToken, grown_vocab_size, mask_token_at
+from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
+from nemo_dllm.connectors.vocabulary_growth import vocabulary_fields
+
+
+class Source(NamedTuple):
+    """A Hugging Face checkpoint that a model can start from."""
+
+    checkpoint: HFCheckpoint
+    facts: CheckpointFacts
+    mask_token: MaskToken
+    """The one that the model gets."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the model: the checkpoint's, and more where the mask token needs it."""
+        return grown_vocab_size(self.checkpoint.config, self.mask_token)
+
+
+def open_source(model: DiffusionModel, hf_path: str | Path) -> Source:
+    """Open a Hugging Face checkpoint for a model.
+
+    Raises:
+        FileNotFoundError, ValueError: see :class:`HFCheckpoint`.
+        ValueError: where the model contradicts the checkpoint, or there is no mask token.
+    """
+    checkpoint, facts = HFCheckpoint(hf_path), read_facts(hf_path)
+    _check_attention(model, facts)
+    _check_config(model, checkpoint.config, where=checkpoint.path, facts=facts)
+    return Source(checkpoint, facts, _mask_token(model.objective, checkpoint))
+
+
+def adopt_import(model: DiffusionModel, nemo_path: str | Path) -> None:
+    """Give a model the tokenizer and vocabulary of an imported checkpoint, and its mask token where the objective has
+    none.
+
+    Raises:
+        ValueError: where the checkpoint is no import, or of another model, or its logit shift another.
+    """
+    nemo_path = Path(nemo_path)
+    origin = read_origin(nemo_path)
+    if origin is None:
+        raise ValueError(f"{nemo_path} is no import of a Hugging Face checkpoint; remove it or choose another folder")
+    imported = io.load_context(nemo_path, subpath="model")
+    _check_config(model, origin.config, where=nemo_path, facts=origin.facts, vocab_size=imported.config.vocab_size)
+    adopt(model, imported.tokenizer, imported.objective.mask_token_id, imported.config.vocab_size)
+
+
+def adopt(model: DiffusionModel, tokenizer: TokenizerSpec | None, mask_token_id: int, vocab_size: int) -> None:
+    """Set what a model is, and what its checkpoints say about it.
+
+    Args:
+        model: not built.
+        tokenizer: None keeps the model's.
+        mask_token_id: for an objective that names none.
+        vocab_size: tokens, for a configuration that names fewer.
+    """
+    if model.objective.mask_token_id is None:
+        for objective in (model.objective, model.__io__.objective):
+            objective.mask_token_id = mask_token_id
+    if model.config.vocab_size is not None and model.config.vocab_size < vocab_size:
+        for config in (model.config, model.__io__.config):
+            config.vocab_size = vocab_size
+    if tokenizer is not None:
+        model.tokenizer = tokenizer
+        model.__io__.tokenizer = tokenizer.__io__
+
+
+def _mask_token(objective, checkpoint: HFCheckpoint) -> MaskToken:
+    tokenizer, hf = load_hf_tokenizer(checkpoint.path), checkpoint.config
+    if objective.mask_token_id is not None:
+        return mask_token_at(objective.mask_token_id, tokenizer, hf, find_family(hf))
+    found = checkpoint_mask_token(checkpoint, tokenizer)
+    if found.id is None:
+        raise ValueError(
+            f"{checkpoint.path} has no mask token, and no tokenizer to add one to; set mask_token_id of the objective "
+            f"to the id of an unused token below {hf['vocab_size']}"
+        )
+    return found
+
+
+def _check_config(
+    model: DiffusionModel, hf_config: dict, where: Path, facts: CheckpointFacts, vocab_size: int | None = None
+) -> None:
+    if vocab_size is not None and model.config.vocab_size == vocab_size:
+        hf_config = hf_config | dict.fromkeys(vocabulary_fields(find_family(hf_config)), vocab_size)
+    check_fits_config(model.config, hf_config, where=where)
+    # A model that began autoregressive may be trained either way; a diffusion model has one already.
+    if facts.attention != "causal" and model.objective.right_shift != facts.right_shift:
+        raise ValueError(
+            f"right_shift={model.objective.right_shift} of the objective contradicts {facts.source}, a diffusion model "
+            f"trained with right_shift={facts.right_shift}; set it to that"
+        )
+
+
+def _check_attention(model: DiffusionModel, facts: CheckpointFacts) -> None:
+    if isinstance(model, A2DModel) and facts.attention != "causal":
+        fitting = {"bidirectional": "MDLMModel", "block_causal": "BD3LMModel"}[facts.attention]
+        raise ValueError(
+            f"{facts.source} is a diffusion model already ({facts.attention} attention), and A2DModel starts from an "
+            f"autoregressive one; take {fitting}"
+        )

@@ -1,0 +1,38 @@
+"""NeMo's tokenizer of a checkpoint folder."""
+
+from pathlib import Path
+from typing import Any
+
+from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
+from nemo.lightning import io
+from nemo.lightning.io.artifact import DirOrStringArtifact
+
+from nemo_dllm.connectors.mask_token import MaskToken
+from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
+
+
+class FolderTokenizer(AutoTokenizer):
+    """NeMo's tokenizer over :func:`load_hf_tokenizer`, which runs no code of the folder."""
+
+    def _initialize_tokenizer(self, pretrained_model_name: str, *_: Any) -> None:
+        self.tokenizer = load_hf_tokenizer(pretrained_model_name)
+
+
+io.track_io(FolderTokenizer, artifacts=[DirOrStringArtifact("pretrained_model_name")])
+
+
+def nemo_tokenizer(folder: str | Path, mask_token: MaskToken) -> FolderTokenizer | None:
+    """The tokenizer of a checkpoint folder, with the mask token; None where the folder has no tokenizer.
+
+    A mask token that text uses stays text.
+    """
+    hf_tokenizer = load_hf_tokenizer(folder)
+    if hf_tokenizer is None:
+        return None
+    known = hf_tokenizer.added_tokens_decoder.get(mask_token.id)
+    return FolderTokenizer(
+        str(folder),
+        mask_token=mask_token.text if mask_token.added or (known is not None and known.special) else None,
+        # NeMo would empty this list.
+        additional_special_tokens=list(hf_tokenizer.additional_special_tokens),
+    )

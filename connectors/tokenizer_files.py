@@ -1,0 +1,87 @@
+"""Tokenizers of checkpoint folders: loaded without running their code, and given a mask token in their files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nemo_dllm.connectors.mask_token import MaskToken
+
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
+TOKENIZER_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, "tokenizer.model", "vocab.json")
+
+# Classes that checkpoints bring as code and that split text as these of transformers do.
+_SAME_AS = {"DreamTokenizer": "Qwen2Tokenizer"}
+
+_PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+def load_hf_tokenizer(folder: str | Path):
+    """The transformers tokenizer of a checkpoint folder; None where the folder has no tokenizer files.
+
+    Code in the folder never runs. A tokenizer that is published as code is read from its tokenizer.json, or by the
+    class of transformers that does the same.
+
+    Raises:
+        ValueError: where there is neither.
+    """
+    folder = Path(folder)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    import transformers
+
+    config = _read(folder / TOKENIZER_CONFIG)
+    if "auto_map" not in config:
+        return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    name = config.get("tokenizer_class")
+    if (folder / TOKENIZER_JSON).is_file():
+        return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
+    if name in _SAME_AS:
+        return getattr(transformers, _SAME_AS[name]).from_pretrained(str(folder))
+    raise ValueError(
+        f"the tokenizer of {folder} is code of the checkpoint ({name}), which is never run, and there is no "
+        f"{TOKENIZER_JSON}; save the tokenizer with one (tokenizer.backend_tokenizer.save) and try again"
+    )
+
+
+def write_mask_token(folder: Path, mask_token: MaskToken) -> None:
+    """Add a mask token to the tokenizer files of a folder; whatever else they say stays.
+
+    Raises:
+        ValueError: where a tokenizer loaded from the files would not have it under its id.
+    """
+    token = {"content": mask_token.text, **_PLAIN}
+    tokenizer_json = _read(folder / TOKENIZER_JSON)
+    if tokenizer_json:
+        tokenizer_json["added_tokens"] = [
+            *tokenizer_json.get("added_tokens", ()),
+            {"id": mask_token.id, **token, "special": True},
+        ]
+        _write(folder / TOKENIZER_JSON, tokenizer_json)
+    config = _read(folder / TOKENIZER_CONFIG)
+    config["mask_token"] = mask_token.text
+    if "added_tokens_decoder" in config:
+        config["added_tokens_decoder"][str(mask_token.id)] = token | {"special": True}
+    elif not tokenizer_json:
+        _write(folder / ADDED_TOKENS, _read(folder / ADDED_TOKENS) | {mask_token.text: mask_token.id})
+    _write(folder / TOKENIZER_CONFIG, config)
+    if (folder / SPECIAL_TOKENS_MAP).is_file():
+        known = _read(folder / SPECIAL_TOKENS_MAP)
+        in_full = any(isinstance(value, dict) for value in known.values())
+        _write(folder / SPECIAL_TOKENS_MAP, known | {"mask_token": token if in_full else mask_token.text})
+    loaded = load_hf_tokenizer(folder)
+    if (loaded.mask_token, loaded.mask_token_id) != (mask_token.text, mask_token.id):
+        raise ValueError(
+            f"the tokenizer cannot take {mask_token.text!r} as token {mask_token.id} (it became "
+            f"{loaded.mask_token_id}); add the token with transformers and save the tokenizer"
+        )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
