@@ -140,7 +140,7 @@ def _core_attention(backend: str) -> ModuleSpec:
 
 
 def _drop_clean_half(layer: ModuleSpec) -> None:
-    """Let a layer return the noised half of [x_t | x_0] only: nothing after the last layer reads the clean one.
+    """Let a layer return only what is read of [x_t | x_0], see ``NoisyClean.output_length``: mostly the noised half.
 
     Attention then has the noised positions for queries, and its output the length that all after it has. Sequence
     parallelism cuts the sequence across both halves, and the two lengths would not match on a rank.

@@ -138,6 +138,11 @@ class NoisyClean:
     def __post_init__(self):
         _normalise(self)
 
+    @property
+    def output_length(self) -> int:
+        """Positions of which the model's outputs are read, from the first."""
+        return 2 * self.length if self.clean_output else self.length
+
     def allows(self, sample: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Bool: may the query attend to the key? Arguments are integer tensors that broadcast together."""
         noisy_query, noisy_key = query < self.length, key < self.length

@@ -23,8 +23,9 @@ class FusedSelfAttention(SelfAttention):
     samples at no cost.
 
     Args:
-        drop_clean: return the noised half only of [x_t | x_0], see :class:`~masks.NoisyClean`. The queries of the
-            clean half are then not used; the fused projection still computes them, as a part of one product.
+        drop_clean: return only what is read of [x_t | x_0], see :class:`~masks.NoisyClean`: mostly the noised half.
+            The queries of the clean half are then not used; the fused projection still computes them, as a part of one
+            product.
     """
 
     def __init__(self, *arguments: object, drop_clean: bool = False, **named: object):
@@ -66,7 +67,7 @@ class FusedSelfAttention(SelfAttention):
             interleaved=self.config.rotary_interleaved,
         )
         if self.drop_clean and isinstance(attention_bias, NoisyClean):
-            query = query[: attention_bias.length]
+            query = query[: attention_bias.output_length]
         attend = partial(self.core_attention, pattern=attention_bias)
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(attend, False, query, key, value)

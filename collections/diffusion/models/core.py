@@ -102,7 +102,8 @@ class DiffusionCore(MegatronGPTModel):
             Hidden states [S, B, H] on every stage but the last. There :class:`HeadOutput` for ``targets``, else
             logits [B, S, logical vocabulary] (all vocabulary shards gathered). Under :class:`NoisyClean` with S = 2L
             the last stage's result is of the noised half alone: logits [B, L, ...]. That half comes first, so the
-            rows of ``targets`` are what they were: position * B + sample, position in [0, L).
+            rows of ``targets`` are what they were: position * B + sample, position in [0, L). With ``clean_output``
+            it is of both halves, and position is in [0, 2L).
 
         Raises:
             ValueError: for an input whose length is not that of the pattern.
@@ -128,7 +129,7 @@ class DiffusionCore(MegatronGPTModel):
             return hidden_SBH
         if targets is None:
             logits_BSV = self._logits(hidden_SBH)
-            return logits_BSV[:, : pattern.length] if isinstance(pattern, NoisyClean) else logits_BSV
+            return logits_BSV[:, : pattern.output_length] if isinstance(pattern, NoisyClean) else logits_BSV
         return self._score(hidden_SBH, targets)
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
