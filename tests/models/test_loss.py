@@ -18,7 +18,6 @@ def micro_batch(nll, loss_weight, nll_weight, bucket, count, maskable):
     indices_N = torch.zeros(len(nll), dtype=torch.long)
     batch = DiffusionBatch(
         input_ids=torch.zeros(1, 4, dtype=torch.long),
-        position_ids=None,
         pattern=Bidirectional(),
         targets=Targets(indices_N, indices_N, loss_weight_N),
         nll_weight_N=torch.tensor(nll_weight),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, NoisyClean, Pattern
 from nemo_dllm.collections.diffusion.models.core import Targets
-from nemo_dllm.collections.diffusion.objectives import Corruption, Objective
+from nemo_dllm.collections.diffusion.objectives import Objective
 
 NUM_TIME_BUCKETS = 10
 CLEAN_BUCKET = NUM_TIME_BUCKETS
@@ -24,10 +24,8 @@ class DiffusionBatch(NamedTuple):
 
     input_ids: Tensor
     """int64 [R, S]: noised tokens, followed by the clean ones for block diffusion."""
-    position_ids: Tensor | None
-    """int64 [S], or [R, S] for packed documents; None counts 0..S-1."""
     pattern: Pattern
-    """Who attends to whom."""
+    """Who attends to whom; it implies the positions too."""
     targets: Targets
     nll_weight_N: Tensor
     """fp32: weight of each target's negative log-likelihood in the likelihood bound."""
@@ -60,7 +58,7 @@ def corrupt_batch(batch: dict, objective: Objective, *, validation: bool) -> Dif
     )
     scored = objective.score(tokens_BL, noised)
     return DiffusionBatch(
-        *_model_input(objective, tokens_BL, noised, key_mask_BL, document_BL),
+        *_model_input(objective, tokens_BL, noised.tokens, key_mask_BL, document_BL),
         targets=Targets(
             row_N=scored.position * len(noised.tokens) + scored.row,
             token_N=scored.token,
@@ -76,17 +74,16 @@ def corrupt_batch(batch: dict, objective: Objective, *, validation: bool) -> Dif
 
 
 def _model_input(
-    objective: Objective, tokens_BL: Tensor, noised: Corruption, key_mask_BL: Tensor | None, document_BL: Tensor | None
-) -> tuple[Tensor, Tensor | None, Pattern]:
-    """Input ids, position ids and pattern."""
+    objective: Objective, tokens_BL: Tensor, noised_RL: Tensor, key_mask_BL: Tensor | None, document_BL: Tensor | None
+) -> tuple[Tensor, Pattern]:
+    """Input ids and pattern."""
     views = objective.views
     rows = {
         name: None if value_BL is None else value_BL.repeat(views, 1)
         for name, value_BL in (("key_mask_BL", key_mask_BL), ("document_BL", document_BL))
     }
-    position = noised.position[0] if document_BL is None else noised.position.repeat(views, 1)
     if objective.block_size is None:
-        return noised.tokens, None if document_BL is None else position, Bidirectional(**rows)
+        return noised_RL, Bidirectional(**rows)
     pattern = NoisyClean(
         objective.block_size,
         tokens_BL.size(1),
@@ -94,8 +91,7 @@ def _model_input(
         clean_output=objective.scores_clean,
         **rows,
     )
-    input_ids = torch.cat([noised.tokens, tokens_BL.repeat(views, 1)], dim=1)
-    return input_ids, torch.cat([position, position], dim=-1), pattern
+    return torch.cat([noised_RL, tokens_BL.repeat(views, 1)], dim=1), pattern
 
 
 def _time_bucket(time_N: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ class DiffusionModel(GPTModel):
 
     def forward_step(self, batch: DiffusionBatch) -> torch.Tensor | HeadOutput:
         """Hidden states of this pipeline stage, or the head's output on the last."""
-        return self(batch.input_ids, batch.position_ids, batch.pattern, targets=batch.targets)
+        return self(batch.input_ids, attention_mask=batch.pattern, targets=batch.targets)
 
     def training_step(self, batch: DiffusionBatch, batch_idx: int | None = None) -> STEP_OUTPUT:
         """See :meth:`forward_step`."""
