@@ -50,7 +50,7 @@ ROOMS = {
     "collections.diffusion.cpu": Room("torch", inside="megatron nemo"),
     "collections.diffusion.single_process": Room("torch megatron cpu"),
     "collections.diffusion.data": Room(
-        "torch numpy nemo lightning tokenizers", inside="megatron transformers datasets pyarrow"
+        "torch numpy nemo lightning tokenizers", inside="megatron transformers datasets pyarrow rich"
     ),
     "collections.diffusion.models": Room(
         "torch nemo megatron lightning objectives attention attention.masks cpu", inside="kernels"

@@ -1,7 +1,9 @@
-"""Byte-level tokenizers made on the spot and saved as ordinary Hugging Face tokenizer folders."""
+"""Tokenizers: loaded from folders, or byte-level ones made on the spot and saved as ordinary Hugging Face folders."""
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -9,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from nemo_dllm.collections.diffusion.data.cache import cached_folder, content_key, write_folder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # Changes whenever the same texts would give another tokenizer.
 TRAINER_VERSION = "1"
@@ -60,6 +62,30 @@ def byte_tokenizer(folder: str | Path, additional_special_tokens: Sequence[str] 
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     hugging_face = _wrap(_byte_level_tokenizer(models.BPE(vocab=vocabulary, merges=[])), additional_special_tokens)
     return write_folder(Path(folder), hugging_face.save_pretrained)
+
+
+def load_tokenizer(tokenizer: "str | Path | PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
+    """The tokenizer itself, or the one of that folder or name.
+
+    Raises:
+        FileNotFoundError: a path does not exist.
+    """
+    if not isinstance(tokenizer, str | Path):
+        return tokenizer
+    from transformers import AutoTokenizer
+
+    only_a_path = isinstance(tokenizer, Path) or tokenizer.startswith((os.sep, ".", "~"))
+    if only_a_path and not Path(tokenizer).exists():
+        raise FileNotFoundError(f"tokenizer='{tokenizer}' does not exist; name a folder with tokenizer.json")
+    return AutoTokenizer.from_pretrained(str(tokenizer))
+
+
+def tokenizer_content(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
+    """Names and contents of the files that make up the tokenizer, wherever it was loaded from."""
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
+        return [content for file in files for content in (file.name.encode(), file.read_bytes())]
 
 
 def _train(

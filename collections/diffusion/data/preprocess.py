@@ -1,0 +1,244 @@
+"""From texts to Megatron-LM's .bin and .idx files: parts encoded by many processes, joined in order."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nemo_dllm.collections.diffusion.data.cache import content_key
+from nemo_dllm.collections.diffusion.data.documents import Part, check_columns, parts_of
+from nemo_dllm.collections.diffusion.data.encoded_part import (
+    EncodeOptions,
+    PartReport,
+    encode_part,
+    read_part_report,
+    start_worker,
+)
+from nemo_dllm.collections.diffusion.data.preprocess_report import PreprocessReport, ProgressLine
+from nemo_dllm.collections.diffusion.data.sources import Source, find_sources
+from nemo_dllm.collections.diffusion.data.tokenizer import load_tokenizer, tokenizer_content
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Changes whenever the files of a part, or the way in which they are made, change.
+PARTS_VERSION = "1"
+
+_MIN_PART_BYTES, _MAX_PART_BYTES = 2**20, 2**24
+_MAX_PARTS = 4096
+
+
+def preprocess(
+    inputs: str | Path | Sequence[str | Path],
+    output_prefix: str | Path,
+    tokenizer: "str | Path | PreTrainedTokenizerBase",
+    *,
+    format: str | None = None,
+    text_field: str = "text",
+    split: str | None = None,
+    workers: int | None = None,
+    append_eos: bool = True,
+    prepend_bos: bool = False,
+    max_bad_rows: int = 100,
+    overwrite: bool = False,
+    progress: bool | None = None,
+) -> PreprocessReport:
+    """Encode a corpus into `output_prefix`.bin and .idx, which Megatron-LM and `PretrainingDataModule` read.
+
+    The files are the same whatever the number of workers. A run that was stopped goes on where it was when it is
+    started again with the same arguments: finished parts are kept in `output_prefix`.parts until all are joined.
+    Special strings inside a text are encoded as ordinary text. Each worker process imports the main module: call this
+    below `if __name__ == "__main__":`.
+
+    Args:
+        inputs: files, folders, or datasets; see `find_sources`. Files may end in .gz or .zst.
+        output_prefix: path without suffix.
+        tokenizer: Hugging Face tokenizer folder or name, or the tokenizer.
+        format: of all inputs, one of `sources.FORMATS`; None goes by their names.
+        text_field: field (JSONL) or column (Parquet, datasets) with the text.
+        split: of datasets with several splits.
+        workers: processes; None is one per core that this process may use.
+        append_eos, prepend_bos: put the tokenizer's end / begin token after / before each document.
+        max_bad_rows: rows that cannot be used before this gives up.
+        overwrite: replace an existing output.
+        progress: show a progress bar on standard error; None does so on a terminal.
+
+    Returns:
+        counts, and which rows were left out and why; also in `output_prefix`.report.json.
+
+    Raises:
+        FileExistsError: the output exists and `overwrite` is False.
+        FileNotFoundError: an input does not exist.
+        ValueError: there are too many bad rows, a file is damaged, nothing to encode, or parts of other settings lie
+            in the way.
+        OSError: the disk is full. Finished parts stay.
+    """
+    prefix = Path(output_prefix)
+    if not overwrite and prefix.with_name(f"{prefix.name}.idx").exists():
+        raise FileExistsError(f"'{prefix}.idx' exists; choose another output_prefix, or pass overwrite=True")
+    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    if workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1")
+    sources = find_sources([inputs] if isinstance(inputs, (str, Path)) else inputs, format, split)
+    check_columns(sources, text_field)
+    options = EncodeOptions.of(load_tokenizer(tokenizer), text_field, append_eos, prepend_bos)
+    parts_folder = prefix.with_name(f"{prefix.name}.parts")
+    with _locked(parts_folder), _explained_disk_errors(parts_folder):
+        part_bytes = min(max(sum(s.size for s in sources) // _MAX_PARTS, _MIN_PART_BYTES), _MAX_PART_BYTES)
+        _check_plan(parts_folder, sources, options, part_bytes)
+        start = time.perf_counter()
+        with ProgressLine(sum(source.size for source in sources), progress, sys.stderr) as line:
+            reports = _encode(sources, parts_folder, options, part_bytes, workers, max_bad_rows, line)
+        report = PreprocessReport.of(sources, reports, time.perf_counter() - start)
+        if not report.documents:
+            raise ValueError(f"{len(sources)} inputs hold no document: {report.summary()}")
+        _join(prefix, parts_folder, len(reports), options.dtype)
+        prefix.with_name(f"{prefix.name}.report.json").write_text(report.to_json())
+        shutil.rmtree(parts_folder)
+    return report
+
+
+def _encode(
+    sources: Sequence[Source],
+    parts_folder: Path,
+    options: EncodeOptions,
+    part_bytes: int,
+    workers: int,
+    max_bad_rows: int,
+    line: ProgressLine,
+) -> list[PartReport]:
+    """Encode what is not there yet; reports in the order of the parts."""
+    reports: dict[int, PartReport] = {}
+    pending: dict[Future, tuple[int, Part]] = {}
+
+    def collect(futures: set[Future]) -> None:
+        for future in futures:
+            index, part = pending.pop(future)
+            keep(index, part.size, future.result())
+
+    def keep(index: int, size: int, report: PartReport) -> None:
+        reports[index] = report
+        line.advance(size, report.tokens)
+        _check_bad_rows(reports, max_bad_rows)
+
+    with _pool(workers, options) as pool:
+        parts = (part for source in sources for part in parts_of(source, part_bytes))
+        for index, part in enumerate(parts):
+            folder = parts_folder / f"{index:08}"
+            if folder.exists():
+                keep(index, part.size, read_part_report(folder))
+                continue
+            pending[pool.submit(encode_part, part, folder)] = (index, part)
+            # Parts in flight hold their texts: no more than keep every worker busy.
+            if len(pending) >= 2 * workers:
+                collect(wait(pending, return_when=FIRST_COMPLETED).done)
+        while pending:
+            collect(wait(pending, return_when=FIRST_COMPLETED).done)
+    return [reports[index] for index in sorted(reports)]
+
+
+@contextlib.contextmanager
+def _pool(workers: int, options: EncodeOptions) -> Iterator[ProcessPoolExecutor]:
+    """Processes that know the options; on any error what has not begun is dropped."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([encode_part.__module__, "transformers"])
+    pool = ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(options,))
+    try:
+        yield pool
+    except BrokenProcessPool as error:
+        raise ValueError(
+            "a worker process was killed, most likely for want of memory; finished parts are kept: run again with "
+            "fewer workers"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _check_bad_rows(reports: dict[int, PartReport], max_bad_rows: int) -> None:
+    bad = [row for index in sorted(reports) for row in reports[index].bad_rows]
+    if len(bad) > max_bad_rows:
+        shown = "".join(f"\n  {row}" for row in bad[:5])
+        raise ValueError(
+            f"{len(bad)} rows cannot be used, more than max_bad_rows={max_bad_rows}; mend the input, or raise the "
+            f"limit to leave them out. The first ones:{shown}"
+        )
+
+
+def _check_plan(parts_folder: Path, sources: Sequence[Source], options: EncodeOptions, part_bytes: int) -> None:
+    """Write down what the parts are made from, or compare with what the parts there were made from."""
+    stamps = [f"{s} {Path(s.name).stat().st_mtime_ns if Path(s.name).is_file() else ''}" for s in sources]
+    plan = {
+        "version": PARTS_VERSION,
+        "inputs": content_key(stamps),
+        "tokenizer": content_key(tokenizer_content(options.tokenizer)),
+        "text_field": options.text_field,
+        "append_eos": options.eos_token_id is not None,
+        "prepend_bos": options.bos_token_id is not None,
+        "part_bytes": part_bytes,
+    }
+    file = parts_folder / "plan.json"
+    if not file.exists():
+        file.write_text(json.dumps(plan))
+    there = json.loads(file.read_text())
+    if differing := [name for name in plan if plan[name] != there.get(name)]:
+        raise ValueError(
+            f"'{parts_folder}' holds parts of a run with other {', '.join(differing)}; delete the folder to start "
+            "over, or choose another output_prefix"
+        )
+
+
+@contextlib.contextmanager
+def _locked(parts_folder: Path) -> Iterator[None]:
+    parts_folder.mkdir(parents=True, exist_ok=True)
+    with open(parts_folder / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another process is writing '{parts_folder}'; wait for it") from error
+        yield
+
+
+@contextlib.contextmanager
+def _explained_disk_errors(parts_folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is None:  # one of ours
+            raise
+        kept = len(list(parts_folder.glob("[0-9]*")))
+        raise OSError(
+            error.errno,
+            f"{error.strerror} while writing below '{parts_folder.parent}'; {kept} finished parts are kept in "
+            f"'{parts_folder}'. Mend this and run again to go on",
+        ) from error
+
+
+def _join(prefix: Path, parts_folder: Path, num_parts: int, dtype: type[np.number]) -> None:
+    """Write the two files beside the output, then move both; the index comes last, so that it stands for both."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    unfinished = {suffix: parts_folder / f"joined{suffix}" for suffix in (".bin", ".idx")}
+    builder = IndexedDatasetBuilder(str(unfinished[".bin"]), dtype)
+    lengths = []
+    for index in range(num_parts):
+        folder = parts_folder / f"{index:08}"
+        with open(folder / "tokens.bin", "rb") as tokens:
+            shutil.copyfileobj(tokens, builder.data_file, 2**20)
+        lengths.append(np.load(folder / "lengths.npy"))
+    builder.sequence_lengths = np.concatenate(lengths)
+    builder.document_indices = np.arange(len(builder.sequence_lengths) + 1)
+    builder.finalize(str(unfinished[".idx"]))
+    for suffix, file in unfinished.items():
+        file.replace(prefix.with_name(f"{prefix.name}{suffix}"))

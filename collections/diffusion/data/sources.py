@@ -1,0 +1,113 @@
+"""Which inputs a corpus has: files by their names, folders of them, and Hugging Face datasets."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+
+FORMATS = {
+    "jsonl": (".jsonl", ".json", ".ndjson"),
+    "parquet": (".parquet",),
+    "text": (".txt", ".md"),
+    "lines": (),
+    "dataset": (),
+}
+"""Format names with the suffixes that tell them; `text` takes each file as one document, `lines` each line."""
+
+
+class Source(NamedTuple):
+    """One input: a file, or a dataset by folder or name (with its split)."""
+
+    name: str
+    format: str
+    size: int
+    split: str | None = None
+
+
+def find_sources(inputs: Sequence[str | Path], format: str | None = None, split: str | None = None) -> list[Source]:
+    """List the inputs, folders expanded in sorted order.
+
+    Args:
+        inputs: files, folders (recursive; hidden files are left out), or names of Hugging Face datasets.
+        format: name in `FORMATS`; None goes by the file names, and by the files that a saved dataset has.
+        split: of datasets that have several.
+
+    Raises:
+        FileNotFoundError: an input does not exist, or a folder holds nothing to read.
+        ValueError: the format is unknown, or does not follow from a file's name.
+    """
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"format={format!r} is unknown; known: {', '.join(FORMATS)}")
+    return [source for entry in inputs for source in _sources(Path(entry), format, split)]
+
+
+def _sources(path: Path, format: str | None, split: str | None) -> Iterator[Source]:
+    if path.is_file():
+        yield _file_source(path, format)
+    elif path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
+        yield _dataset_source(str(path), split)
+    elif path.is_dir():
+        found = list(_files_in(path, format))
+        if not found:
+            kind = format or "known"
+            raise FileNotFoundError(f"'{path}' holds no files of {kind} format; known suffixes: {_known_suffixes()}")
+        yield from found
+    elif format == "dataset":
+        yield _dataset_source(str(path), split)
+    else:
+        raise FileNotFoundError(
+            f"'{path}' does not exist; name a file or folder, or pass format='dataset' for a dataset of the hub"
+        )
+
+
+def _files_in(folder: Path, format: str | None) -> Iterator[Source]:
+    for file in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if not hidden and file.is_file() and format_of(file) in ({format} if format else FORMATS):
+            yield _file_source(file, format)
+
+
+def _file_source(file: Path, format: str | None) -> Source:
+    format = format or format_of(file)
+    if format is None:
+        raise ValueError(f"'{file}': the format does not follow from the name; pass format={' or '.join(FORMATS)}")
+    return Source(str(file), format, file.stat().st_size)
+
+
+def format_of(file: Path) -> str | None:
+    """The format that a file's name tells, or None."""
+    suffix = Path(file.stem).suffix if file.suffix in COMPRESSIONS else file.suffix
+    return next((name for name, suffixes in FORMATS.items() if suffix in suffixes), None)
+
+
+def _known_suffixes() -> str:
+    return ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
+
+
+def _dataset_source(name: str, split: str | None) -> Source:
+    dataset = load_dataset(name, split)
+    return Source(name, "dataset", dataset.data.nbytes, split)
+
+
+@functools.lru_cache(maxsize=4)
+def load_dataset(name: str, split: str | None) -> "Dataset":
+    """A dataset from a folder written by `save_to_disk`, or from the hub or its cache.
+
+    Raises:
+        ValueError: it has several splits and none, or an unknown one, is named.
+    """
+    import datasets
+
+    if not Path(name).is_dir():
+        return datasets.load_dataset(name, split=split or "train")
+    loaded = datasets.load_from_disk(name)
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise ValueError(f"split={split!r} is not in the dataset '{name}'; it has {', '.join(loaded)}")
+        return loaded[split]
+    return loaded
