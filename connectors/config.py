@@ -10,6 +10,7 @@ from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
 from nemo_dllm.connectors.config_table import dtype_name
 from nemo_dllm.connectors.facts import RIGHT_SHIFT_FIELD, CheckpointFacts, weights_dtype
 from nemo_dllm.connectors.families import family_of, find_family
+from nemo_dllm.connectors.vocabulary_growth import vocabulary_fields
 
 
 class Origin(NamedTuple):
@@ -21,10 +22,14 @@ class Origin(NamedTuple):
     """Its facts, as read at import."""
 
 
-def hf_to_nemo_config(hf_path: str | Path):
+def hf_to_nemo_config(hf_path: str | Path, *, vocab_size: int | None = None):
     """The NeMo ``GPTConfig`` that describes a Hugging Face checkpoint: sizes, rotary embedding, tying and dtype.
 
     ``params_dtype``, ``bf16`` and ``fp16`` follow the checkpoint's dtype.
+
+    Args:
+        hf_path: folder of the checkpoint.
+        vocab_size: tokens; None takes those of the checkpoint.
 
     Raises:
         FileNotFoundError, ValueError: see :class:`HFCheckpoint`.
@@ -33,8 +38,9 @@ def hf_to_nemo_config(hf_path: str | Path):
     checkpoint = HFCheckpoint(hf_path)
     family = find_family(checkpoint.config)
     dtype = weights_dtype(checkpoint)
+    tokens = {} if vocab_size is None else dict.fromkeys(vocabulary_fields(family), vocab_size)
     return family.build_nemo_config(
-        checkpoint.config, params_dtype=dtype, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16
+        checkpoint.config | tokens, params_dtype=dtype, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16
     )
 
 

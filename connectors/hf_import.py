@@ -58,10 +58,8 @@ def import_hf_checkpoint(
     companions = unfinished / "source" / FOLDER
     try:
         copy_companions(hf_path, companions, source.facts, source.mask_token)
-        config = hf_to_nemo_config(hf_path)
-        config.vocab_size = source.vocab_size
         target = type(model)(
-            config,
+            hf_to_nemo_config(hf_path, vocab_size=source.vocab_size),
             replace(model.objective, mask_token_id=source.mask_token.id),
             tokenizer=nemo_tokenizer(companions, source.mask_token),
             transformer_impl=model.transformer_impl,

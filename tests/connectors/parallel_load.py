@@ -14,20 +14,26 @@ from safetensors.torch import load_file
 from nemo_dllm.collections.diffusion import cpu
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
 from nemo_dllm.connectors.config import hf_to_nemo_config
 from nemo_dllm.connectors.load import export_hf_tensors, load_hf_weights
+from nemo_dllm.connectors.vocabulary_growth import GrownCheckpoint
 
 # checkpoint, tensor parallel size, pipeline parallel size
 LAYOUTS = (("qwen3", 2, 1), ("qwen3_tied", 2, 1), ("qwen3_sharded", 1, 2), ("qwen3_tied", 1, 2))
+# Tokens, more than the files have.
+GROWN = 203
 
 
-def build(folder, tensor, pipeline):
+def build(folder, tensor, pipeline, **fields):
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor, pipeline)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     config = hf_to_nemo_config(folder)
     config.tensor_model_parallel_size, config.pipeline_model_parallel_size = tensor, pipeline
     config.pipeline_dtype = torch.float32
+    for name, value in fields.items():
+        setattr(config, name, value)
     model = MDLMModel(config, MaskedDiffusion(mask_token_id=196))
     model.configure_model()
     for parameter in model.module.parameters():
@@ -47,6 +53,18 @@ def logits_of(core, input_ids):
         return output
     dist.send(output.contiguous(), dst=rank + 1)
     return None
+
+
+def check_grown(folder, tensor, pipeline):
+    """Rows that the file lacks are the same in every layout, and padding stays behind."""
+    core = build(folder, tensor, pipeline, vocab_size=GROWN)
+    load_hf_weights(core, folder, mask_init="mean")
+    checkpoint = HFCheckpoint(folder)
+    whole = GrownCheckpoint(
+        checkpoint, checkpoint.config, ["model.embed_tokens.weight", "lm_head.weight"], GROWN, "mean"
+    )
+    for name, exported in export_hf_tensors(core):
+        assert torch.equal(exported, whole.tensor(name)), name
 
 
 def check(folder, tensor, pipeline):
@@ -74,5 +92,6 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
     for name, tensor, pipeline in LAYOUTS:
         check(Path(models) / name, tensor, pipeline)
+        check_grown(Path(models) / name, tensor, pipeline)
     dist.destroy_process_group()
     print("ok")
