@@ -106,3 +106,27 @@ def test_errors():
         times("sobol", torch.arange(4), group_size=4)
     with pytest.raises(ValueError, match="index=-1 is outside"):
         times("iid", torch.tensor([-1]))
+
+
+@pytest.mark.parametrize("parts_per_sample", [2, 7])
+def test_stratified_parts_fill_the_strata_of_a_group_evenly(parts_per_sample):
+    group, index = 5, torch.arange(10)
+    parts_B = torch.full_like(index, parts_per_sample)
+    drawn = unit(parts("antithetic_per_block", index, parts_B, group_size=group))
+    for times_GP in drawn.split(group):
+        spacing = torch.diff(times_GP.flatten().sort().values)
+        torch.testing.assert_close(spacing, torch.full_like(spacing, 1 / (group * parts_per_sample)), rtol=0, atol=1e-6)
+    for times_P in drawn:
+        spacing = torch.diff(times_P.sort().values)
+        torch.testing.assert_close(spacing, torch.full_like(spacing, 1 / parts_per_sample), rtol=0, atol=1e-6)
+    # In an order of its own for each sample.
+    assert len({tuple(times_P.argsort().tolist()) for times_P in drawn}) > 1
+
+
+def test_samples_with_fewer_parts_draw_as_if_alone():
+    index, parts_B = torch.arange(3), torch.tensor([4, 1, 3])
+    for kind in ("antithetic_per_block", "iid_per_block"):
+        together = parts(kind, index, parts_B, group_size=3)
+        for row in range(3):
+            alone = parts(kind, index[row : row + 1], parts_B[row : row + 1], group_size=3)[0]
+            assert torch.equal(together[row, : parts_B[row]], alone)
