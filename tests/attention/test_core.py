@@ -13,8 +13,8 @@ pytest.importorskip("megatron.core")
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, sdpa
-from nemo_dllm.collections.diffusion.attention.masks import Bidirectional
+from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, flex_or_dense, sdpa
+from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, BlockCausal, NoisyClean
 
 S, B, H, D = 7, 3, 4, 8
 BACKENDS = [sdpa, eager]
@@ -161,3 +161,96 @@ def test_bfloat16_is_near_fp32_of_the_same_inputs(backend):
     assert context.dtype == torch.bfloat16
     expected = attention(*(x.float() for x in tensors), Bidirectional(KEY_MASKS["left padding"]))
     torch.testing.assert_close(context.float(), expected, rtol=0, atol=2e-2)
+
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 2, 2, 2, 2], [0] * 7])
+PADDING = KEY_MASKS["left padding"]
+# Inputs of seven positions; [x_t | x_0] of seven tokens has fourteen.
+PATTERNS = {
+    "causal": BlockCausal(1),
+    "block-causal": BlockCausal(3),
+    "block-causal, packed": BlockCausal(2, document_BL=DOCUMENTS),
+    "block-causal, padded": BlockCausal(3, PADDING),
+    "bidirectional, packed": Bidirectional(document_BL=DOCUMENTS),
+    "noisy and clean": NoisyClean(3, S),
+    "noisy and clean, packed and padded": NoisyClean(3, S, PADDING, DOCUMENTS),
+}
+
+
+def patterned_inputs(pattern, queries=None, groups=2):
+    positions = 2 * S if isinstance(pattern, NoisyClean) else S
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((queries or positions, B, H, D), (positions, B, groups, D), (positions, B, groups, D))
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def gradients_of(attention, tensors, pattern):
+    context_QBX = attention(*tensors, pattern)
+    upstream = torch.randn(context_QBX.shape, generator=torch.Generator().manual_seed(1))
+    return [context_QBX, *torch.autograd.grad(context_QBX, tensors, upstream)]
+
+
+def patterned_attention_by_loops(query, key, value, pattern):
+    """One sample, head and query at a time, in float64; the predicate is asked about one pair at a time."""
+    context_QBHD = torch.zeros(*query.shape, dtype=torch.float64)
+    for b in range(B):
+        for i in range(len(query)):
+            keys = [j for j in range(len(key)) if pattern.allows(*map(torch.tensor, (b, i, j)))]
+            for h in range(H):
+                g = h // (H // key.size(2))
+                scores = torch.stack([query[i, b, h].double() @ key[j, b, g].double() for j in keys]) / math.sqrt(D)
+                weights = scores.softmax(0)
+                context_QBHD[i, b, h] = sum(w * value[j, b, g].double() for w, j in zip(weights, keys, strict=True))
+    return context_QBHD.flatten(2)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("queries", [None, 4], ids=["all queries", "the first four"])
+def test_every_pattern_by_loops_and_its_gradients_with_both_kernels(name, queries):
+    tensors = patterned_inputs(PATTERNS[name], queries)
+    fused, spelled_out = (gradients_of(attention_of(kernel), tensors, PATTERNS[name]) for kernel in BACKENDS)
+    expected = patterned_attention_by_loops(*(x.detach() for x in tensors), PATTERNS[name])
+    torch.testing.assert_close(fused[0].double(), expected, rtol=0, atol=1e-5)
+    for a, b in zip(fused, spelled_out, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_another_pattern_would_be_noticed():
+    """The mutated twin: the same tensors under each other pattern of that length."""
+    for name, pattern in PATTERNS.items():
+        tensors = [x.detach() for x in patterned_inputs(pattern)]
+        context = attention_of(sdpa)(*tensors, pattern)
+        for other_name, other in PATTERNS.items():
+            if other_name != name and isinstance(other, NoisyClean) == isinstance(pattern, NoisyClean):
+                assert (attention_of(sdpa)(*tensors, other) - context).abs().max() > 1e-2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_training_takes_flex_attention_and_generation_a_dense_mask():
+    """What a pattern keeps tells which mask was made of it. On a CPU FlexAttention refuses gradients."""
+    attention = attention_of(flex_or_dense)
+    for make, training_only in ((lambda: NoisyClean(3, S, PADDING), True), (lambda: BlockCausal(3, PADDING), False)):
+        tensors = patterned_inputs(make())
+        with pytest.raises(NotImplementedError, match="CPU"):
+            attention(*tensors, make())
+        pattern, tensors = make(), [x.detach() for x in tensors]
+        with torch.no_grad():
+            context = attention(*tensors, pattern)
+        assert [key[0].__name__ for key in pattern.built] == ["block_mask" if training_only else "dense_mask"]
+        torch.testing.assert_close(context, attention_of(sdpa)(*tensors, make()), rtol=0, atol=1e-5)
+
+
+def test_the_kernel_of_patterns_is_not_that_of_bidirectional_attention():
+    """A model may train MDLM with one kernel and block diffusion with another."""
+    asked = []
+
+    def named(name):
+        return lambda query, key, value, pattern, scale, dropout: asked.append(name) or query
+
+    attention = PatternAttention(
+        config_of(), 1, AttnMaskType.no_mask, "self", bidirectional=named("fast"), patterned=named("general")
+    )
+    tensors = inputs(2)
+    for pattern in (Bidirectional(), Bidirectional(PADDING), BlockCausal(9), Bidirectional(document_BL=DOCUMENTS)):
+        attention(*tensors, pattern)
+    assert asked == ["fast", "fast", "general", "general"]

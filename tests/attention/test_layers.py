@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -13,7 +15,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_dllm.collections.diffusion.attention import layers
-from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, sdpa
+from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, flex_or_dense, sdpa
+from nemo_dllm.collections.diffusion.attention.flex import flex
 from nemo_dllm.collections.diffusion.attention.norms import LocalLayerNorm, LocalRMSNorm
 from nemo_dllm.collections.diffusion.attention.self_attention import FusedSelfAttention
 
@@ -133,10 +136,66 @@ def test_attention_that_ours_does_not_compute_is_refused(fields, text):
 
 
 @without_transformer_engine
-def test_auto_is_local_and_sdpa_without_transformer_engine():
+def test_auto_is_local_without_transformer_engine():
     auto = layers.diffusion_block_spec(config_of("dense"))
     local = layers.diffusion_block_spec(config_of("dense"), transformer_impl="local", attention_backend="sdpa")
     assert modules_of(auto) == modules_of(local)
+
+
+@pytest.mark.parametrize("cuda, patterned", [(True, flex_or_dense), (False, sdpa)], ids=["GPU", "CPU"])
+def test_auto_takes_flex_attention_for_patterns_on_a_gpu_only(monkeypatch, cuda, patterned):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    spec = layers.diffusion_block_spec(config_of("dense"), transformer_impl="local")
+    for layer in spec.layer_specs:
+        core = layer.submodules.self_attention.submodules.core_attention
+        assert core.params == {"bidirectional": sdpa, "patterned": patterned}
+
+
+def test_flex_attention_is_refused_on_a_cpu_and_with_dropout(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"attention_backend='flex' needs a CUDA device: .*; use 'auto', .*or 'sdpa'"):
+        layers.check_layer_choice("auto", "flex")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = config_of("dense")
+    config.attention_dropout = 0.1
+    with pytest.raises(
+        ValueError, match=r"attention_dropout=0.1 is not supported by FlexAttention; set .*dropout=0 or"
+    ):
+        layers.diffusion_block_spec(config, transformer_impl="local", attention_backend="flex")
+    config.attention_dropout = 0.0
+    spec = layers.diffusion_block_spec(config, transformer_impl="local", attention_backend="flex")
+    core = spec.layer_specs[0].submodules.self_attention.submodules.core_attention
+    assert core.params == {"bidirectional": flex, "patterned": flex}
+
+
+def drops_clean_half(spec):
+    return [
+        layer.submodules.self_attention.params.get("drop_clean", False)
+        and layer.submodules.self_attn_bda is not get_bias_dropout_add
+        for layer in spec.layer_specs
+    ]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_only_the_last_layer_of_the_last_pipeline_stage_drops_the_clean_half(name):
+    config = config_of(name)
+    assert drops_clean_half(layers.diffusion_block_spec(config, transformer_impl="local")) == [False, True]
+    config.pipeline_model_parallel_size = 2
+    try:
+        parallel_state.set_pipeline_model_parallel_world_size(2)
+        for rank, drops in ((0, [False]), (1, [True])):
+            parallel_state.set_pipeline_model_parallel_rank(rank)
+            assert drops_clean_half(layers.diffusion_block_spec(config, transformer_impl="local")) == drops
+    finally:
+        parallel_state.set_pipeline_model_parallel_world_size(None)
+        parallel_state.set_pipeline_model_parallel_rank(None)
+
+
+def test_sequence_parallelism_keeps_both_halves():
+    """It cuts the sequence across them, so that the lengths on a rank would not match."""
+    config = config_of("dense")
+    config.sequence_parallel = True
+    assert drops_clean_half(layers.diffusion_block_spec(config, transformer_impl="local")) == [False, False]
 
 
 def test_unknown_names_list_the_known_ones():

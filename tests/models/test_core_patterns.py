@@ -299,9 +299,24 @@ def test_masks_are_built_once_for_all_layers(model_of, monkeypatch):
     assert dense_mask(BlockCausal(2), 4, 4, torch.device("cpu")).shape == (1, 1, 4, 4)
 
 
-def test_an_input_of_another_length_is_refused(model_of):
-    with pytest.raises(
-        ValueError,
-        match=r"input_ids has 12 positions, but NoisyClean\(length=12\) is of 24; pass the noised tokens, then",
-    ):
-        model_of("dense")(random_tokens(2, 12), attention_mask=NoisyClean(4, 12))
+@pytest.mark.parametrize(
+    "pattern, text",
+    [
+        (
+            NoisyClean(4, 12),
+            r"12 positions, but NoisyClean\(length=12\) is of 24; pass the noised tokens, then the clean",
+        ),
+        (NoisyClean(4, 6, torch.ones(2, 12, dtype=torch.bool)), r"key_mask_BL has shape \(2, 12\); give .*: \(2, 6\)"),
+        (
+            BlockCausal(4, document_BL=torch.zeros(1, 12)),
+            r"document_BL has shape \(1, 12\); give one row .*: \(2, 12\)",
+        ),
+        (BlockCausal(4, position_BL=torch.arange(12)), r"position_BL has shape \(12,\); give one row .*: \(2, 12\)"),
+        (torch.ones(2, 11, dtype=torch.bool), r"key_mask_BL has shape \(2, 11\); give one row .*: \(2, 12\)"),
+    ],
+    ids=["length", "both halves", "one row", "no rows", "key mask"],
+)
+def test_a_pattern_of_another_shape_is_refused(model_of, pattern, text):
+    """On a GPU a kernel would read beyond the end of the shorter tensor."""
+    with pytest.raises(ValueError, match=text):
+        model_of("dense")(random_tokens(2, 12), attention_mask=pattern)

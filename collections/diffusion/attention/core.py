@@ -22,7 +22,6 @@ from nemo_dllm.collections.diffusion.attention.masks import (
     Pattern,
     bidirectional_mask,
     dense_mask,
-    num_samples,
     sees_all_real_tokens,
 )
 
@@ -33,9 +32,6 @@ _KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-
-# Entries of the dense mask up to which generation takes one: a canvas of 16,384 tokens.
-_DENSE_ENTRIES = 2**28
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Pattern, float, float], Tensor]
 """(query [B, H, Q, D], key and value [B, G, K, D], pattern, scale, dropout) -> context [B, H, Q, D]."""
@@ -68,8 +64,7 @@ def flex_or_dense(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, s
 
     That is generation, where nearly every call has another length, and FlexAttention would compile each.
     """
-    entries = num_samples(pattern) * query.size(2) * key.size(2)
-    generates = isinstance(pattern, BlockCausal) and not torch.is_grad_enabled() and entries <= _DENSE_ENTRIES
+    generates = isinstance(pattern, BlockCausal) and not torch.is_grad_enabled()
     return (sdpa if generates else flex)(query, key, value, pattern, scale, dropout)
 
 

@@ -65,12 +65,10 @@ def block_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.
 
     The host never waits for the device.
     """
-    counts_BQK = _allowed_per_tile(pattern, num_queries, num_keys, device)[:, None]
-    full = counts_BQK == TILE * TILE
-    partial = (counts_BQK > 0) & ~full
+    some_BQK, all_BQK = _tiles(pattern, num_queries, num_keys, device)
     return BlockMask.from_kv_blocks(
-        *_listed(partial),
-        *_listed(full),
+        *_listed(some_BQK & ~all_BQK),
+        *_listed(all_BQK),
         BLOCK_SIZE=TILE,
         mask_mod=_mask_mod(pattern),
         seq_lengths=(num_queries, num_keys),
@@ -79,7 +77,11 @@ def block_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.
 
 @cache
 def _compiled() -> Callable:
-    # With symbolic sizes the kernels are slower; there are two shapes, that of the last layer and that of the others.
+    # Two query lengths (the last layer's, the others'), with and without padding, in training and in validation: more
+    # than the compiler's default limit. Beyond the limit it would fall back to dense scores without a word.
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, 64)
+    # Symbolic sizes make slower kernels.
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
@@ -93,24 +95,28 @@ def _mask_mod(pattern: Pattern) -> Callable[[Tensor, Tensor, Tensor, Tensor], Te
     return mask_mod
 
 
-def _allowed_per_tile(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """Number of allowed pairs in each tile, int32 [B or 1, tiles of queries, tiles of keys]; none beyond the ends."""
+def _tiles(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which tiles hold some allowed pair, and which hold nothing else: bool [B or 1, tiles of queries, tiles of keys].
+
+    A tile that reaches beyond the end never holds allowed pairs only.
+    """
     samples = num_samples(pattern)
     rows = max(_ENTRIES // (samples * num_keys) // TILE, 1) * TILE
     sample_B11 = torch.arange(samples, device=device)[:, None, None]
     key_11K = torch.arange(num_keys, device=device)[None, None]
-    counts = []
+    some, all_ = [], []
     for start in range(0, num_queries, rows):
         query_1Q1 = torch.arange(start, min(start + rows, num_queries), device=device)[None, :, None]
         allowed_BQK = pattern.allows(sample_B11, query_1Q1, key_11K).expand(samples, -1, -1)
         allowed_BQK = F.pad(allowed_BQK, (0, -num_keys % TILE, 0, -query_1Q1.numel() % TILE))
         tiles = allowed_BQK.unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE))
-        counts.append(tiles.sum((2, 4), dtype=torch.int32))
-    return torch.cat(counts, dim=1)
+        some.append(tiles.any(4).any(2))
+        all_.append(tiles.all(4).all(2))
+    return torch.cat(some, dim=1), torch.cat(all_, dim=1)
 
 
-def _listed(tiles_BHQK: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of tiles, how many are marked and which, those first: int32 [B, H, Q] and [B, H, Q, K]."""
-    marked = tiles_BHQK.int()
+def _listed(tiles_BQK: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of tiles, how many are marked and which, those first: int32 [B, 1, Q] and [B, 1, Q, K]."""
+    marked = tiles_BQK[:, None].int()
     order = marked.argsort(dim=-1, descending=True, stable=True)
     return marked.sum(-1, dtype=torch.int32), order.int()

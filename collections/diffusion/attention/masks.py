@@ -177,6 +177,28 @@ def num_samples(pattern: Pattern) -> int:
     return next((len(value) for value in vars(pattern).values() if isinstance(value, Tensor)), 1)
 
 
+def check_shape(pattern: Pattern, samples: int, positions: int) -> None:
+    """Check that a pattern is that of an input [``samples``, ``positions``].
+
+    Raises:
+        ValueError: for another length or number of samples, which the kernels would read beyond or repeat.
+    """
+    tokens = positions
+    if isinstance(pattern, NoisyClean):
+        tokens = pattern.length
+        if positions != 2 * tokens:
+            raise ValueError(
+                f"the input has {positions} positions, but NoisyClean(length={tokens}) is of {2 * tokens}; "
+                "pass the noised tokens, then the clean ones"
+            )
+    for name, value in vars(pattern).items():
+        if isinstance(value, Tensor) and value.shape != (samples, tokens):
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}; give one row for each sample and one entry for each token: "
+                f"{(samples, tokens)}"
+            )
+
+
 def token_positions(pattern: Pattern, device: torch.device) -> Tensor | None:
     """The positions that a pattern implies, for embeddings: int64 [S] or [B, S]; None = counted from 0.
 

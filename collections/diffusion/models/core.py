@@ -14,7 +14,13 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, NoisyClean, Pattern, token_positions
+from nemo_dllm.collections.diffusion.attention.masks import (
+    Bidirectional,
+    NoisyClean,
+    Pattern,
+    check_shape,
+    token_positions,
+)
 from nemo_dllm.collections.diffusion.attention.self_attention import rotary_table
 from nemo_dllm.collections.diffusion.models.head import DEFAULT_CHUNK, HeadOutput, VocabularyShard, masked_cross_entropy
 
@@ -106,16 +112,12 @@ class DiffusionCore(MegatronGPTModel):
             it is of both halves, and position is in [0, 2L).
 
         Raises:
-            ValueError: for an input whose length is not that of the pattern.
+            ValueError: for a pattern of another shape than the input.
         """
         pattern = attention_mask
         if pattern is None or isinstance(pattern, Tensor):
             pattern = Bidirectional(pattern)
-        if isinstance(pattern, NoisyClean) and input_ids.size(1) != 2 * pattern.length:
-            raise ValueError(
-                f"input_ids has {input_ids.size(1)} positions, but NoisyClean(length={pattern.length}) is of "
-                f"{2 * pattern.length}; pass the noised tokens, then the clean ones"
-            )
+        check_shape(pattern, *input_ids.shape)
         if position_ids is None:
             position_ids = token_positions(pattern, input_ids.device)
         hidden_SBH = self.decoder(
