@@ -1,8 +1,16 @@
 import math
+from dataclasses import fields as dataclass_fields
 
 import pytest
 
-from nemo_dllm.collections.diffusion.sampling import SamplerConfig
+from nemo_dllm.collections.diffusion.sampling import (
+    PRESETS,
+    REFERENCE_PRESETS,
+    ReferenceQuirks,
+    SamplerConfig,
+    preset,
+    sampler_fields,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +29,32 @@ from nemo_dllm.collections.diffusion.sampling import SamplerConfig
         ({"remasking": "low"}, "remasking='low' is unknown; known: confidence, entropy, margin, random"),
         ({"threshold": -0.5}, "threshold=-0.5 must be at least 0"),
         ({"threshold": math.nan}, "threshold=nan must be at least 0"),
-        ({"threshold": 0.9, "steps": 8}, "threshold=0.9 sets how many tokens.*steps=8 would have no effect"),
+        ({"max_length": 0}, "max_length=0 must be at least 1; leave it None"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens=9 must be from 0 to max_new_tokens=8"),
+        ({"steps_per_block": 0, "block_size": 4}, "steps_per_block=0 must be from 1 to .*block_size=4"),
+        ({"steps_per_block": 5, "block_size": 4}, "steps_per_block=5 must be from 1 to .*every step commits a token"),
+        ({"steps_per_block": 2, "block_size": 4, "steps": 8}, "steps_per_block=2 stands in place of steps=8"),
+        ({"schedule": "log"}, "schedule='log' is unknown; known: cosine, even, even_block, linear"),
+        ({"block_origin": "end"}, "block_origin='end' is unknown; known: prompt, sequence"),
+        (
+            {"cache": "dual"},
+            "cache='dual' is unknown; known: approximate_dual, approximate_prefix, exact; leave",
+        ),
+        ({"cache": "exact"}, "cache='exact' works block by block; set block_size"),
+        ({"remasking_temperature": -1}, "remasking_temperature=-1 must be a finite number of at least 0"),
+        ({"factor": 0.0}, "factor=0.0 must be a finite number above 0"),
+        ({"factor": 1.0, "threshold": 0.9}, "factor=1.0 and threshold=0.9 both set how many"),
+        ({"editing_threshold": 1.1}, "editing_threshold=1.1 must be from 0 to 1"),
+        ({"max_post_steps": -1}, "max_post_steps=-1 must be at least 0"),
+        ({"cfg_scale": -1.0}, "cfg_scale=-1.0 must be a finite number of at least 0"),
+        ({"eos_penalty": math.inf}, "eos_penalty=inf must be a finite"),
+        ({"stop_strings": ("x",)}, r"stop_strings=\('x',\) need a token to fill an ended row with; set eos_token_id"),
+        ({"stop_strings": ("x", ""), "eos_token_id": 0}, "stop_strings=.* hold an empty text"),
+        ({"quirks": ReferenceQuirks(mask_token_allowed=True)}, "quirks=.*leave holes for ever.*set steps"),
+        (
+            {"quirks": ReferenceQuirks(stray_masks_compete=True), "steps": 4, "cache": "exact", "block_size": 4},
+            "stray_masks_compete need the whole canvas in every pass; leave cache None",
+        ),
     ],
 )
 def test_bad_fields_are_named_with_value_and_fix(fields, message):
@@ -33,3 +66,53 @@ def test_limits_are_inside():
     SamplerConfig(max_new_tokens=1, steps=1, block_size=1, temperature=0, top_p=1.0, top_k=1)
     SamplerConfig(threshold=0.0)
     SamplerConfig(threshold=1.01, block_size=1000)
+    SamplerConfig(threshold=0.9, steps=8)
+    SamplerConfig(steps_per_block=4, block_size=4, min_new_tokens=128, editing_threshold=1.0, max_post_steps=0)
+
+
+def test_end_tokens():
+    assert SamplerConfig().end_token_ids == ()
+    assert SamplerConfig(eos_token_id=3, stop_token_ids=(5, 7)).end_token_ids == (3, 5, 7)
+    assert SamplerConfig(eos_token_id=3, stop_token_ids=(5,), stop_at_eos=False).end_token_ids == (5,)
+
+
+def test_blocks_of_a_block_causal_model_are_counted_from_the_start():
+    assert SamplerConfig(block_size=4).counts_blocks_from == "prompt"
+    assert SamplerConfig(block_size=4, cache="approximate_dual").counts_blocks_from == "prompt"
+    assert SamplerConfig(block_size=4, cache="exact").counts_blocks_from == "sequence"
+    assert SamplerConfig(block_size=4, cache="exact", block_origin="prompt").counts_blocks_from == "prompt"
+
+
+def test_every_field_but_quirks_has_a_help_text():
+    described = sampler_fields()
+    assert set(described) == {field.name for field in dataclass_fields(SamplerConfig)} - {"quirks"}
+    assert all(len(field.help) > 15 and "`" not in field.help for field in described.values())
+    steps = described["steps"]
+    assert (steps.name, steps.type, steps.default) == ("steps", int | None, None)
+    assert steps.help == (
+        "denoising steps per row, 1 to max_new_tokens, split evenly over the row's blocks and rounded up. None commits "
+        "one token per step."
+    )
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "dllm_bd3lm", "dllm_mdlm", "dllm_llada2", "dllm_dream"])
+def test_presets_are_settings_that_fit_together(name):
+    needs_steps = {"block_size": 4, "steps_per_block": 4} if name.startswith("dllm") else {}
+    config = preset(name, seed=3, **needs_steps)
+    assert config.seed == 3
+    for field, value in (PRESETS | REFERENCE_PRESETS)[name].items():
+        assert getattr(config, field) == value
+
+
+def test_presets_of_ours_have_no_quirks_and_blocks_shorter_than_the_answer():
+    for name in PRESETS:
+        config = preset(name)
+        assert config.quirks == ReferenceQuirks()
+        assert config.block_size < config.max_new_tokens
+    assert [name for name in PRESETS if "approximate" in str(preset(name).cache)] == ["fast_dllm"]
+
+
+def test_fields_win_over_the_preset():
+    assert preset("sdar", threshold=0.5).threshold == 0.5
+    with pytest.raises(ValueError, match="preset='lada' is unknown; known: .*llada, llada2, llada2_1, sdar"):
+        preset("lada")

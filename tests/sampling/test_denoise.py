@@ -136,13 +136,15 @@ def test_inputs_are_left_alone_and_no_graph_is_built():
     assert torch.is_grad_enabled()
 
 
-def test_alpha_sets_the_pace(table_model):
+def test_the_schedule_sets_the_pace(table_model):
     holes = [list(range(16))]
     linear = run(table_model({}), [[0] * 16], holes, steps=4)
-    late = run(table_model({}), [[0] * 16], holes, steps=4, alpha=lambda t: (1 - t) ** 2)
+    late = run(table_model({}), [[0] * 16], holes, steps=4, schedule="cosine")
     assert [len(c) for c in commits(linear)] == [4, 4, 4, 4]
-    # Masked shares 1, 15/16, 12/16, 7/16, 0.
-    assert [len(c) for c in commits(late)] == [1, 3, 5, 7]
+    # Masked shares 1, 0.924, 0.707, 0.383, 0.
+    assert [len(c) for c in commits(late)] == [1, 4, 5, 6]
+    odd = [list(range(10))]
+    assert [len(c) for c in commits(run(table_model({}), [[0] * 10], odd, steps=4, schedule="even"))] == [3, 3, 2, 2]
 
 
 @pytest.mark.parametrize(

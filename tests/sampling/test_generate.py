@@ -47,7 +47,7 @@ def test_key_mask_only_where_rows_are_padded():
         {"steps": 5},
         {"block_size": 4, "steps": 6},
         {"threshold": 0.4},
-        {"right_shift": True},
+        {"right_shift": True, "bos_token_id": 6},
         {"eos_token_id": 11},
         {"temperature": 1.0},
         {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "block_size": 3},

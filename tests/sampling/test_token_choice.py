@@ -3,14 +3,26 @@ import torch
 
 from nemo_dllm.collections.diffusion.sampling import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.noise import RowNoise
-from nemo_dllm.collections.diffusion.sampling.token_choice import choose_tokens, forbid_tokens, keep_top_k, keep_top_p
+from nemo_dllm.collections.diffusion.sampling.token_choice import (
+    check_token_ids,
+    choose_tokens,
+    keep_top_k,
+    keep_top_p,
+    restrict_logits,
+)
 
 NINF = -torch.inf
 
 
 def draw(logits_NV, seed=0, **fields):
     noise = RowNoise(seed, [0], logits_NV.device)
-    return choose_tokens(logits_NV, [len(logits_NV)], SamplerConfig(**fields), noise)
+    one_row = torch.ones(1, len(logits_NV), dtype=torch.bool)
+    return choose_tokens(logits_NV, SamplerConfig(**fields), lambda vocabulary: noise.uniform(one_row, vocabulary))
+
+
+def restrict(logits_NV, mask_id, ordinals=None, **fields):
+    ordinals_N = torch.tensor(ordinals or [0] * len(logits_NV))
+    return restrict_logits(logits_NV, ordinals_N, mask_id, SamplerConfig(**fields))
 
 
 def chi_square(tokens_N, probabilities_V):
@@ -37,23 +49,32 @@ def test_top_p_by_hand(top_p, kept):
 
 def test_forbidden_tokens_and_input_left_alone():
     logits_NV = torch.zeros(2, 5, dtype=torch.bfloat16)
-    allowed_NV = forbid_tokens(logits_NV, 4, (0, 1))
+    allowed_NV = restrict(logits_NV, 4, suppress_token_ids=(0, 1))
     assert allowed_NV.dtype == torch.float32
     assert allowed_NV[1].tolist() == [NINF, NINF, 0, 0, NINF]
     assert logits_NV.isfinite().all()
 
 
 @pytest.mark.parametrize(
-    "mask_id, suppressed, message",
+    "mask_id, fields, message",
     [
-        (5, (), "mask_token_id: 5 is outside the model's vocabulary of 5; choose an id from 0 to 4"),
-        (-1, (), "mask_token_id: -1 is outside"),
-        (4, (1, 7), "suppress_token_ids: 7 is outside the model's vocabulary of 5"),
+        (5, {}, "mask_token_id: 5 is outside the model's vocabulary of 5; choose an id from 0 to 4"),
+        (-1, {}, "mask_token_id: -1 is outside"),
+        (4, {"suppress_token_ids": (1, 7)}, "suppress_token_ids: 7 is outside the model's vocabulary of 5"),
+        (4, {"begin_suppress_token_ids": (9,)}, "begin_suppress_token_ids: 9 is outside"),
+        (4, {"stop_token_ids": (8,)}, "stop_token_ids: 8 is outside"),
+        (4, {"eos_token_id": 6}, "eos_token_id: 6 is outside"),
     ],
 )
-def test_ids_outside_the_vocabulary(mask_id, suppressed, message):
+def test_ids_outside_the_vocabulary(mask_id, fields, message):
     with pytest.raises(ValueError, match=message):
-        forbid_tokens(torch.zeros(1, 5), mask_id, suppressed)
+        check_token_ids(SamplerConfig(**fields), mask_id, 5)
+
+
+def test_first_tokens_have_rules_of_their_own():
+    fields = {"begin_suppress_token_ids": (1,), "eos_token_id": 0, "stop_token_ids": (2,), "min_new_tokens": 2}
+    allowed_NV = restrict(torch.zeros(3, 5), 4, ordinals=[0, 1, 2], eos_penalty=1.5, **fields)
+    assert allowed_NV.tolist() == [[NINF, NINF, NINF, 0, NINF], [NINF, 0, NINF, 0, NINF], [-1.5, 0, 0, 0, NINF]]
 
 
 def test_temperature_zero_takes_the_lowest_id_among_equals():
@@ -91,7 +112,7 @@ def test_large_bfloat16_logits():
     generator = torch.Generator().manual_seed(1)
     logits_NV = (300 * torch.rand(200, 1000, generator=generator) - 150).bfloat16()
     logits_NV[torch.arange(200), torch.arange(200)] = 152.0
-    allowed_NV = forbid_tokens(logits_NV, 999, ())
+    allowed_NV = restrict(logits_NV, 999)
     assert torch.equal(draw(allowed_NV, temperature=1e-3), torch.arange(200))
     hot_N = draw(allowed_NV, temperature=1.0)
     assert (logits_NV[torch.arange(200), hot_N] > 120).all()

@@ -1,17 +1,13 @@
 import json
-import math
-from itertools import islice
 from pathlib import Path
 
 import pytest
-import torch
 
-from nemo_dllm.collections.diffusion.sampling import linear_alpha, transfer_counts
-from nemo_dllm.collections.diffusion.sampling.blocks import block_indices
-from nemo_dllm.collections.diffusion.sampling.transfer import commit_quotas
+from nemo_dllm.collections.diffusion.sampling import SCHEDULES, register_schedule, transfer_counts
+from nemo_dllm.collections.diffusion.sampling.transfer import cosine_alpha, even_counts, linear_alpha
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/sampling/num_transfer_tokens.json").read_text())
-ALPHAS = {"linear": linear_alpha, "cosine": lambda t: 1 - torch.cos(math.pi / 2 * (1 - t))}
+ALPHAS = {"linear": linear_alpha, "cosine": cosine_alpha}
 
 
 def test_golden_rows():
@@ -21,21 +17,17 @@ def test_golden_rows():
 
 
 def test_golden_rows_tell_float32_from_float64():
-    in_float64 = {"linear": lambda t: 1 - t.double(), "cosine": lambda t: 1 - torch.cos(math.pi / 2 * (1 - t.double()))}
-    differing = [
-        row
-        for row in GOLDEN["rows"]
-        if transfer_counts(row["masked"], row["steps"], in_float64[row["schedule"]]) != row["transfer"]
-    ]
-    assert differing
+    def in_float64(row):
+        return transfer_counts(row["masked"], row["steps"], lambda t: ALPHAS[row["schedule"]](t.double()))
+
+    assert [row for row in GOLDEN["rows"] if in_float64(row) != row["transfer"]]
 
 
 def test_golden_batches():
     for batch in GOLDEN["batched"]:
-        masked_B = torch.tensor(batch["masked"])
-        holes_BT = torch.arange(int(masked_B.max())) < masked_B[:, None]
-        quotas = commit_quotas(holes_BT, block_indices(holes_BT, None), batch["steps"], ALPHAS[batch["schedule"]])
-        assert torch.stack(list(quotas), dim=1).tolist() == batch["transfer"], batch
+        counts = [SCHEDULES[batch["schedule"]](masked, batch["steps"], 99) for masked in batch["masked"]]
+        longest = max(map(len, counts))
+        assert [row + [0] * (longest - len(row)) for row in counts] == batch["transfer"], batch
 
 
 @pytest.mark.parametrize(
@@ -50,16 +42,20 @@ def test_last_step_takes_what_an_open_ended_schedule_leaves():
     assert transfer_counts(80, 4, alpha=lambda t: 0.5 * (1 - t)) == [10, 10, 10, 50]
 
 
-def test_blocks_share_the_steps_of_their_row_rounded_up():
-    holes_BT = torch.tensor([[False] + [True] * 7, [True, True] + [False] * 6])
-    blocks_BT = block_indices(holes_BT, 3)
-    assert blocks_BT.tolist() == [[-1, 0, 0, 0, 1, 1, 1, 2], [0, 0, 0, 1, 1, 1, 2, 2]]
-    quotas = commit_quotas(holes_BT, blocks_BT, 4, linear_alpha)
-    # Row 0: ceil(4 / 3) = 2 steps for blocks of 3, 3 and 1 holes. Row 1: 4 steps for the 2 holes of its only block.
-    assert torch.stack(list(quotas), dim=1).tolist() == [[2, 1, 2, 1, 1], [1, 1, 0, 0, 0]]
+@pytest.mark.parametrize(
+    "masked, steps, counts",
+    # The LLaDA2 sampler's splits, recorded for a block of 4 and one of 32, and LLaDA's 10 in 4.
+    [(4, 3, [2, 1, 1]), (4, 32, [1] * 4), (32, 5, [7, 7, 6, 6, 6]), (10, 4, [3, 3, 2, 2]), (5, 1, [5])],
+)
+def test_even_counts_by_hand(masked, steps, counts):
+    assert even_counts(masked, steps) == counts
+    assert SCHEDULES["even"](masked, steps, 99) == counts
+    assert SCHEDULES["even_block"](99, steps, masked) == counts
 
 
-def test_without_steps_every_pass_commits_one_per_row():
-    holes_BT = torch.ones(2, 5, dtype=torch.bool)
-    quotas = commit_quotas(holes_BT, block_indices(holes_BT, None), None, linear_alpha)
-    assert [quota_B.tolist() for quota_B in islice(quotas, 9)] == [[1, 1]] * 9
+def test_registered_schedule():
+    try:
+        register_schedule("all_at_once", lambda masked, steps, length: [masked])
+        assert SCHEDULES["all_at_once"](7, 3, 9) == [7]
+    finally:
+        SCHEDULES.pop("all_at_once")

@@ -1,6 +1,6 @@
 """Sampling from masked diffusion models: confidence-based iterative unmasking over any function tokens -> logits."""
 
-from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
+from nemo_dllm.collections.diffusion.sampling.config import CACHES, SamplerConfig, SamplerField, sampler_fields
 from nemo_dllm.collections.diffusion.sampling.denoise import DenoiseStep, denoise
 from nemo_dllm.collections.diffusion.sampling.display import canvas_text, watch
 from nemo_dllm.collections.diffusion.sampling.generate import (
@@ -9,18 +9,36 @@ from nemo_dllm.collections.diffusion.sampling.generate import (
     generate_stream,
     generation_result,
     infill,
+    span_between,
 )
-from nemo_dllm.collections.diffusion.sampling.model_function import DenoiserFn
+from nemo_dllm.collections.diffusion.sampling.kv_cache import CacheWindow, KVCache
+from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
+from nemo_dllm.collections.diffusion.sampling.presets import PRESETS, REFERENCE_PRESETS, preset
+from nemo_dllm.collections.diffusion.sampling.quirks import ReferenceQuirks
 from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES, Predictions, register_remasking
-from nemo_dllm.collections.diffusion.sampling.transfer import linear_alpha, transfer_counts
+from nemo_dllm.collections.diffusion.sampling.transfer import (
+    SCHEDULES,
+    linear_alpha,
+    register_schedule,
+    transfer_counts,
+)
 
 __all__ = [
+    "CACHES",
+    "PRESETS",
+    "REFERENCE_PRESETS",
     "REMASKING_POLICIES",
+    "SCHEDULES",
+    "CacheWindow",
+    "CachedDenoiser",
     "DenoiseStep",
     "DenoiserFn",
     "GenerateResult",
+    "KVCache",
     "Predictions",
+    "ReferenceQuirks",
     "SamplerConfig",
+    "SamplerField",
     "canvas_text",
     "denoise",
     "generate",
@@ -28,7 +46,11 @@ __all__ = [
     "generation_result",
     "infill",
     "linear_alpha",
+    "preset",
     "register_remasking",
+    "register_schedule",
+    "sampler_fields",
+    "span_between",
     "transfer_counts",
     "watch",
 ]

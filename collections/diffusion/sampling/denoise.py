@@ -1,6 +1,7 @@
 """The denoising loop: predict every candidate, commit the best, repeat until no hole is left.
 
-Shape letters: B rows, T canvas positions, N candidate positions of all rows in row-major order, V vocabulary.
+Shape letters: B rows, T canvas positions, L positions of one pass, N scored positions of all rows in row-major order,
+V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,13 +10,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import block_indices, current_block_holes
+from nemo_dllm.collections.diffusion.sampling.blocks import block_indices, gather_window
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
-from nemo_dllm.collections.diffusion.sampling.model_function import DenoiserFn
-from nemo_dllm.collections.diffusion.sampling.noise import RowNoise
-from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES, Predictions
-from nemo_dllm.collections.diffusion.sampling.token_choice import choose_tokens, forbid_tokens
-from nemo_dllm.collections.diffusion.sampling.transfer import commit_quotas
+from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
+from nemo_dllm.collections.diffusion.sampling.noise import GlobalNoise, RowNoise
+from nemo_dllm.collections.diffusion.sampling.progress import Progress
+from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
+from nemo_dllm.collections.diffusion.sampling.scoring import Canvas, build_scorer
+from nemo_dllm.collections.diffusion.sampling.selection import select_commits
+from nemo_dllm.collections.diffusion.sampling.stopping import Decode, check_decode, ended_rows
+from nemo_dllm.collections.diffusion.sampling.token_choice import (
+    check_token_ids,
+    choose_tokens,
+    restrict_logits,
+    temper,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,23 +35,28 @@ class DenoiseStep:
         tokens_BT: int64, holes hold the mask token.
         holes_BT: bool, positions still to fill.
         committed_BT: bool, positions filled by this step, those closed by an end token included.
-        step: forward passes so far, from 1.
+        step: forward passes so far, from 1 (with guidance: pairs of them).
+        edited_BT: bool, generated tokens that this step has replaced; None where nothing is edited.
     """
 
     tokens_BT: Tensor
     holes_BT: Tensor
     committed_BT: Tensor
     step: int
+    edited_BT: Tensor | None = None
 
 
 def denoise(
-    model: DenoiserFn,
+    model: DenoiserFn | CachedDenoiser,
     canvas_BT: Tensor,
     holes_BT: Tensor,
     mask_token_id: int,
     config: SamplerConfig,
     key_mask_BT: Tensor | None = None,
     row_ids: Sequence[int] | None = None,
+    *,
+    seeds: Sequence[int] | None = None,
+    decode: Decode | None = None,
 ) -> Iterator[DenoiseStep]:
     """Fill the holes of a canvas, one forward pass per step.
 
@@ -50,92 +64,152 @@ def denoise(
     own schedule, block and noise, and a full row stays as it is.
 
     Args:
-        model: scores every token at every position.
+        model: scores every token at every position; with ``config.cache`` a ``CachedDenoiser``.
         canvas_BT: int64 token ids; those under holes are ignored.
         holes_BT: bool, positions to fill.
         mask_token_id: token shown to the model at holes; never chosen.
         config: ``max_new_tokens`` is not read.
         key_mask_BT: bool, False at padding; handed to the model.
-        row_ids: identity of each row, keys its noise together with ``config.seed``; None is 0 to B - 1. A row sampled
-            alone under its id repeats what it gave in a batch.
+        row_ids: identity of each row, keys its noise together with its seed; None is 0 to B - 1, or 0 for every row
+            where ``seeds`` are given. A row sampled alone under its seed and id repeats what it gave in a batch.
+        seeds: one per row, in place of ``config.seed``.
+        decode: token ids -> text, for ``config.stop_strings``.
 
     Returns:
         An iterator over the steps; empty, without any forward pass, if there is no hole.
 
     Raises:
-        ValueError: shapes or dtypes disagree, or an id is outside the vocabulary.
+        ValueError: shapes or dtypes disagree, an id is outside the vocabulary, or the model does not fit the cache.
     """
     if holes_BT.dtype != torch.bool or holes_BT.shape != canvas_BT.shape or canvas_BT.ndim != 2:
         raise ValueError(
             f"holes_BT is {holes_BT.dtype} {list(holes_BT.shape)} for canvas_BT of shape {list(canvas_BT.shape)}; "
             "give both as [rows, positions] and holes_BT as bool"
         )
-    row_ids = range(len(canvas_BT)) if row_ids is None else row_ids
-    if len(row_ids) != len(canvas_BT):
-        raise ValueError(f"row_ids has {len(row_ids)} entries for {len(canvas_BT)} rows; give one per row")
-    noise = RowNoise(config.seed, row_ids, canvas_BT.device)
-    return _steps(model, canvas_BT, holes_BT, mask_token_id, config, key_mask_BT, noise)
+    if row_ids is None:
+        row_ids = range(len(canvas_BT)) if seeds is None else [0] * len(canvas_BT)
+    for name, per_row in (("row_ids", row_ids), ("seeds", seeds)):
+        if per_row is not None and len(per_row) != len(canvas_BT):
+            raise ValueError(f"{name} has {len(per_row)} entries for {len(canvas_BT)} rows; give one per row")
+    check_decode(config, decode)
+    if config.quirks.global_noise:
+        noise = GlobalNoise()
+    else:
+        noise = RowNoise(config.seed if seeds is None else seeds, row_ids, canvas_BT.device)
+    keys_BT = torch.ones_like(holes_BT) if key_mask_BT is None else key_mask_BT
+    blocks_BT = block_indices(holes_BT, config.block_size, config.counts_blocks_from)
+    canvas = Canvas(holes_BT, blocks_BT, keys_BT, padded=key_mask_BT is not None)
+    return _Run(model, canvas_BT, canvas, mask_token_id, config, noise, decode).steps()
 
 
-def _steps(model, canvas_BT, holes_BT, mask_token_id, config, key_mask_BT, noise) -> Iterator[DenoiseStep]:
-    tokens_BT = canvas_BT.masked_fill(holes_BT, mask_token_id)
-    generated_BT = holes_BT
-    blocks_BT = block_indices(holes_BT, config.block_size)
-    quotas = commit_quotas(holes_BT, blocks_BT, config.steps, config.alpha)
-    step = 0
-    while holes_BT.any():
-        candidates_BT = current_block_holes(holes_BT, blocks_BT)
+class _Run:
+    """The state of one run."""
+
+    def __init__(self, model, canvas_BT, canvas, mask_token_id, config, noise, decode):
+        self.canvas, self.config, self.mask_token_id = canvas, config, mask_token_id
+        self.noise, self.decode = noise, decode
+        self.tokens_BT = canvas_BT.masked_fill(canvas.holes_BT, mask_token_id)
+        self.holes_BT = canvas.holes_BT
+        self.ordinals_BT = canvas.holes_BT.cumsum(dim=1) - 1
+        lockstep = config.cache == "exact" or config.quirks.lockstep
+        self.progress = Progress(canvas.holes_BT, canvas.blocks_BT, config, lockstep)
+        self.score = build_scorer(model, self.tokens_BT, canvas, mask_token_id, config)
+        self.done_B = torch.zeros(len(canvas_BT), dtype=torch.bool, device=canvas_BT.device)
+
+    def steps(self) -> Iterator[DenoiseStep]:
+        step = 0
+        while True:
+            blocks = self.progress.blocks()
+            if all(block is None for block in blocks) or (self.config.quirks.stop_after_block and self.done_B.all()):
+                return
+            active_BT, busy_B1 = self._active(blocks)
+            candidates_BT = self._candidates(active_BT, busy_B1)
+            editable_BT = self._editable(active_BT & busy_B1)
+            scored_BT = candidates_BT | editable_BT
+            predictions = self._predict(active_BT, scored_BT)
+            quota_B = torch.tensor(self.progress.quotas(), device=self.tokens_BT.device)
+            selected_BT = select_commits(predictions, scored_BT, candidates_BT, quota_B, self.config)
+            before_BT, holes_before_BT = self.tokens_BT, self.holes_BT
+            proposed_BT = before_BT.masked_scatter(scored_BT, predictions.tokens_N)
+            edited_BT = self._edits(predictions, scored_BT, editable_BT, proposed_BT)
+            self.tokens_BT = torch.where(selected_BT | edited_BT, proposed_BT, before_BT)
+            # With quirks a committed position may hold the mask token still.
+            filled_BT = selected_BT & (self.tokens_BT != self.mask_token_id)
+            self.holes_BT = holes_before_BT & ~filled_BT
+            finished_B = self._advance(active_BT, edited_BT)
+            self._close_ended(active_BT & busy_B1 & ~finished_B[:, None])
+            step += 1
+            edits_BT = None if self.config.editing_threshold is None else edited_BT
+            yield DenoiseStep(self.tokens_BT, self.holes_BT, holes_before_BT & ~self.holes_BT, step, edits_BT)
+
+    def _active(self, blocks: list[int | None]) -> tuple[Tensor, Tensor]:
+        """Positions of the block at hand, and the rows that have work there."""
+        nothing = torch.iinfo(torch.int64).min
+        busy_B1 = torch.tensor([[block is not None] for block in blocks], device=self.tokens_BT.device)
+        if self.config.cache == "exact":
+            # Idle rows pass as well, so that all stay in step.
+            slowest = min(block for block in blocks if block is not None)
+            return self.canvas.keys_BT & (self.canvas.blocks_BT == slowest), busy_B1
+        numbers = [[nothing if block is None else block] for block in blocks]
+        current_B1 = torch.tensor(numbers, device=self.tokens_BT.device)
+        return self.canvas.keys_BT & (self.canvas.blocks_BT == current_B1), busy_B1
+
+    def _candidates(self, active_BT: Tensor, busy_B1: Tensor) -> Tensor:
+        if not self.config.quirks.stray_masks_compete:
+            return self.holes_BT & active_BT & busy_B1
+        lowest = torch.iinfo(torch.int64).min
+        current_B1 = self.canvas.blocks_BT.masked_fill(~active_BT, lowest).amax(dim=1, keepdim=True)
+        masks_BT = self.canvas.keys_BT & (self.tokens_BT == self.mask_token_id)
+        return masks_BT & (self.canvas.blocks_BT <= current_B1) & busy_B1
+
+    def _editable(self, block_BT: Tensor) -> Tensor:
+        if self.config.editing_threshold is None:
+            return torch.zeros_like(block_BT)
+        return block_BT & self.canvas.holes_BT & ~self.holes_BT
+
+    def _predict(self, active_BT: Tensor, scored_BT: Tensor) -> Predictions:
+        config = self.config
         with torch.no_grad():
-            logits_BTV = model(tokens_BT, key_mask_BT=key_mask_BT)
-        logits_NV = _candidate_logits(logits_BTV, candidates_BT, config.right_shift)
-        logits_NV = forbid_tokens(logits_NV, mask_token_id, config.suppress_token_ids)
-        predictions = _predict(logits_NV, candidates_BT, config, noise)
-        committed_BT = _select(predictions, candidates_BT, next(quotas), config)
-        proposed_BT = tokens_BT.masked_scatter(candidates_BT, predictions.tokens_N)
-        tokens_BT = torch.where(committed_BT, proposed_BT, tokens_BT)
-        open_BT = holes_BT & ~committed_BT
-        if config.stop_at_eos and config.eos_token_id is not None:
-            ended_BT = _holes_after_end(tokens_BT, open_BT, generated_BT, config.eos_token_id)
-            tokens_BT = tokens_BT.masked_fill(ended_BT, config.eos_token_id)
-            open_BT = open_BT & ~ended_BT
-        step += 1
-        yield DenoiseStep(tokens_BT, open_BT, holes_BT & ~open_BT, step)
-        holes_BT = open_BT
+            logits_NV = self.score(self.tokens_BT, active_BT, scored_BT)
+        check_token_ids(config, self.mask_token_id, logits_NV.shape[-1])
+        logits_NV = restrict_logits(logits_NV, self.ordinals_BT[scored_BT], self.mask_token_id, config)
+        # Noise is drawn for the row's own positions alone: numbers spent on padding would tie a row to its batch.
+        drawn_BL = scored_BT
+        if config.cache is not None and config.quirks.global_noise:
+            drawn_BL = scored_BT.gather(1, gather_window(active_BT).index_BL)
+        tokens_N = choose_tokens(logits_NV, config, lambda vocabulary: self.noise.uniform(drawn_BL, vocabulary))
+        confidence_NV = temper(logits_NV, config).float() if config.tempered_confidence else logits_NV
+        if config.quirks.begin_suppress_by_confidence and config.begin_suppress_token_ids:
+            confidence_NV = confidence_NV.clone()
+            confidence_NV[:, list(config.begin_suppress_token_ids)] = -torch.inf
+        return Predictions(tokens_N, confidence_NV.softmax(dim=-1), lambda: self.noise.uniform(drawn_BL))
 
+    def _edits(self, predictions: Predictions, scored_BT: Tensor, editable_BT: Tensor, proposed_BT: Tensor) -> Tensor:
+        if self.config.editing_threshold is None:
+            return editable_BT
+        sure_N = predictions.chosen_probability() > self.config.editing_threshold
+        sure_BT = torch.zeros_like(scored_BT).masked_scatter(scored_BT, sure_N)
+        return editable_BT & sure_BT & (proposed_BT != self.tokens_BT)
 
-def _candidate_logits(logits_BTV: Tensor, candidates_BT: Tensor, right_shift: bool) -> Tensor:
-    rows_N, positions_N = candidates_BT.nonzero(as_tuple=True)
-    if right_shift:
-        positions_N = (positions_N - 1).clamp_min(0)
-    return logits_BTV[rows_N, positions_N]
+    def _advance(self, active_BT: Tensor, edited_BT: Tensor) -> Tensor:
+        """Count the pass; returns the rows that have finished their block, bool [B]."""
+        counts_2B = torch.stack([(self.holes_BT & active_BT).sum(dim=1), edited_BT.sum(dim=1)])
+        finished_B = torch.tensor(self.progress.advance(*counts_2B.tolist()), device=active_BT.device)
+        if self.config.quirks.stop_after_block:
+            self.done_B |= finished_B & (active_BT & (self.tokens_BT == self.config.eos_token_id)).any(dim=1)
+        return finished_B
 
-
-def _predict(logits_NV: Tensor, candidates_BT: Tensor, config: SamplerConfig, noise: RowNoise) -> Predictions:
-    # Noise is drawn for the row's own candidates alone: numbers spent on padding would tie a row to its batch.
-    per_row = candidates_BT.sum(dim=1).tolist()
-    return Predictions(
-        tokens_N=choose_tokens(logits_NV, per_row, config, noise),
-        probabilities_NV=logits_NV.softmax(dim=-1),
-        draw_uniform_N=lambda: noise.uniform(per_row),
-    )
-
-
-def _select(predictions: Predictions, candidates_BT: Tensor, quota_B: Tensor, config: SamplerConfig) -> Tensor:
-    """Positions to commit: the ``quota_B`` best of each row and, with a threshold, all above it; bool [B, T]."""
-    scores_N = REMASKING_POLICIES[config.remasking](predictions)
-    lowest_BT = torch.full(candidates_BT.shape, -torch.inf, dtype=scores_N.dtype, device=scores_N.device)
-    scores_BT = lowest_BT.masked_scatter(candidates_BT, scores_N)
-    # topk may return equal scores in any order; a stable sort puts the lowest position first.
-    order_BT = scores_BT.argsort(dim=1, descending=True, stable=True)
-    selected_BT = order_BT.argsort(dim=1) < quota_B[:, None]
-    if config.threshold is not None:
-        above_N = predictions.chosen_probability() > config.threshold
-        selected_BT = selected_BT.masked_scatter(candidates_BT, selected_BT[candidates_BT] | above_N)
-    return selected_BT & candidates_BT
-
-
-def _holes_after_end(tokens_BT: Tensor, holes_BT: Tensor, generated_BT: Tensor, eos_token_id: int) -> Tensor:
-    """Holes behind a generated end token that has no hole before it: nothing there can change the text."""
-    settled_BT = holes_BT.cumsum(dim=1) == 0
-    ended_B = ((tokens_BT == eos_token_id) & generated_BT & settled_BT).any(dim=1)
-    return holes_BT & ended_B[:, None]
+    def _close_ended(self, open_block_BT: Tensor) -> None:
+        """Fill the rows whose text has ended: nothing behind the end can change it."""
+        config = self.config
+        if not config.end_token_ids:
+            return
+        settled_BT = self.canvas.holes_BT & (self.holes_BT.cumsum(dim=1) == 0)
+        if config.editing_threshold is not None:
+            # What may still be edited has not ended anything yet.
+            settled_BT = settled_BT & ~open_block_BT
+        ended_B = ended_rows(self.tokens_BT, settled_BT, config, self.decode)
+        closed_BT = self.holes_BT & ended_B[:, None]
+        self.tokens_BT = self.tokens_BT.masked_fill(closed_BT, config.end_token_ids[0])
+        self.holes_BT = self.holes_BT & ~closed_BT
+        self.progress.end(ended_B.tolist())

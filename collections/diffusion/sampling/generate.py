@@ -13,57 +13,67 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.denoise import DenoiseStep, denoise
-from nemo_dllm.collections.diffusion.sampling.model_function import DenoiserFn
+from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
+from nemo_dllm.collections.diffusion.sampling.stopping import Decode, text_end
 
 TokenRow = Sequence[int] | Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class GenerateResult:
-    """What a run produced, one entry per row, all int64 and one-dimensional.
+    """What a run produced, one entry per row; tokens are int64 and one-dimensional.
 
     Attributes:
         sequences: the whole rows: prompt and completion, or the filled input.
-        completions: the generated tokens alone, up to and including the end token where the run stops at one.
+        completions: the generated tokens alone, up to and including what ends the text.
         steps: forward passes of the model.
+        finish_reasons: "stop" where an end token or a stop string ended the text, else "length".
     """
 
     sequences: list[Tensor]
     completions: list[Tensor]
     steps: int
+    finish_reasons: list[str]
 
 
-class _Canvas(NamedTuple):
+class _Rows(NamedTuple):
     tokens_BT: Tensor
     holes_BT: Tensor
     key_mask_BT: Tensor | None
 
 
 def generate(
-    model: DenoiserFn,
+    model: DenoiserFn | CachedDenoiser,
     prompts: Sequence[TokenRow],
     config: SamplerConfig,
     *,
     mask_token_id: int,
     pad_token_id: int | None = None,
     row_ids: Sequence[int] | None = None,
+    seeds: Sequence[int] | None = None,
+    decode: Decode | None = None,
     device: torch.device | str | None = None,
 ) -> GenerateResult:
-    """Continue each prompt by ``config.max_new_tokens`` tokens, or until its end token.
+    """Continue each prompt by ``config.max_new_tokens`` tokens, or until its text ends.
 
     A batch gives what its prompts give one by one. Repeat a prompt to get several samples of it.
 
     Args:
-        model: scores every token at every position.
-        prompts: token ids of each row, of any lengths, empty ones included.
+        model: scores every token at every position; with ``config.cache`` a ``CachedDenoiser``.
+        prompts: token ids of each row, of any lengths. Mask tokens in a prompt are text like any other: they are shown
+            to the model, and stay.
         config: how positions are filled.
         mask_token_id: token shown to the model at unfilled positions; never generated.
         pad_token_id: fills the canvas behind shorter rows, where the key mask hides it; None takes the mask token.
-        row_ids: identity of each row, keys its noise together with ``config.seed``; None is 0 to B - 1.
+        row_ids: identity of each row, keys its noise together with its seed; None is 0 to B - 1, or 0 for every row
+            where ``seeds`` are given.
+        seeds: one per row, in place of ``config.seed``: requests of a batch repeat what each gave alone.
+        decode: token ids -> text, for ``config.stop_strings``.
         device: where the canvas lives; None is the device of the prompts, the CPU for lists.
 
     Raises:
-        ValueError: there are no prompts, or an id is outside the vocabulary.
+        ValueError: there are no prompts, one is empty where it must not be or leaves no room for new tokens, an id is
+            outside the vocabulary, or the model does not fit the cache.
     """
     steps = generate_stream(
         model,
@@ -72,48 +82,69 @@ def generate(
         mask_token_id=mask_token_id,
         pad_token_id=pad_token_id,
         row_ids=row_ids,
+        seeds=seeds,
+        decode=decode,
         device=device,
     )
     for last in steps:  # noqa: B007
         pass
-    return generation_result(last, prompts, config)
+    return generation_result(last, prompts, config, decode)
 
 
 def generate_stream(
-    model: DenoiserFn,
+    model: DenoiserFn | CachedDenoiser,
     prompts: Sequence[TokenRow],
     config: SamplerConfig,
     *,
     mask_token_id: int,
     pad_token_id: int | None = None,
     row_ids: Sequence[int] | None = None,
+    seeds: Sequence[int] | None = None,
+    decode: Decode | None = None,
     device: torch.device | str | None = None,
 ) -> Iterator[DenoiseStep]:
     """As ``generate``, but hand out the canvas after every step; ``generation_result`` reads the last one."""
     if len(prompts) == 0:
-        raise ValueError("prompts is empty; give at least one prompt, which may itself be empty")
-    prompt_rows = [_as_row(prompt, device) for prompt in prompts]
-    rows = [torch.cat([row, row.new_full((config.max_new_tokens,), mask_token_id)]) for row in prompt_rows]
-    holes = [torch.arange(len(row), device=row.device) >= len(row) - config.max_new_tokens for row in rows]
-    canvas = _build_canvas(rows, holes, mask_token_id if pad_token_id is None else pad_token_id)
-    return denoise(model, canvas.tokens_BT, canvas.holes_BT, mask_token_id, config, canvas.key_mask_BT, row_ids)
+        raise ValueError("prompts is empty; give at least one prompt, as a list of token ids")
+    starts = [_as_row(_start(prompt, index, config), device) for index, prompt in enumerate(prompts)]
+    lengths = [_new_tokens(len(start), index, config) for index, start in enumerate(starts)]
+    rows = [
+        torch.cat([start, start.new_full((length,), mask_token_id)])
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+    holes = [torch.arange(len(row), device=row.device) >= len(start) for row, start in zip(rows, starts, strict=True)]
+    stacked = _stack_rows(rows, holes, mask_token_id if pad_token_id is None else pad_token_id, config)
+    return denoise(
+        model,
+        stacked.tokens_BT,
+        stacked.holes_BT,
+        mask_token_id,
+        config,
+        stacked.key_mask_BT,
+        row_ids,
+        seeds=seeds,
+        decode=decode,
+    )
 
 
-def generation_result(last: DenoiseStep, prompts: Sequence[TokenRow], config: SamplerConfig) -> GenerateResult:
+def generation_result(
+    last: DenoiseStep, prompts: Sequence[TokenRow], config: SamplerConfig, decode: Decode | None = None
+) -> GenerateResult:
     """Cut prompts and completions out of the last step that ``generate_stream`` gave for them."""
-    sequences, completions = [], []
-    for tokens_T, prompt in zip(last.tokens_BT, prompts, strict=True):
-        start, end = len(prompt), len(prompt) + config.max_new_tokens
-        if config.stop_at_eos and config.eos_token_id is not None:
-            ends = (tokens_T[start:end] == config.eos_token_id).nonzero().flatten().tolist()
-            end = start + ends[0] + 1 if ends else end
+    sequences, completions, reasons = [], [], []
+    for index, (tokens_T, prompt) in enumerate(zip(last.tokens_BT, prompts, strict=True)):
+        start = len(_start(prompt, index, config))
+        end = start + _new_tokens(start, index, config)
+        length = text_end(tokens_T[start:end].tolist(), config, decode)
+        end = end if length is None else start + length
         sequences.append(tokens_T[:end])
         completions.append(tokens_T[start:end])
-    return GenerateResult(sequences, completions, last.step)
+        reasons.append("length" if length is None else "stop")
+    return GenerateResult(sequences, completions, last.step, reasons)
 
 
 def infill(
-    model: DenoiserFn,
+    model: DenoiserFn | CachedDenoiser,
     tokens: Sequence[TokenRow],
     holes: Sequence[Sequence[bool] | Tensor],
     config: SamplerConfig,
@@ -121,20 +152,20 @@ def infill(
     mask_token_id: int,
     pad_token_id: int | None = None,
     row_ids: Sequence[int] | None = None,
+    seeds: Sequence[int] | None = None,
     device: torch.device | str | None = None,
 ) -> GenerateResult:
     """Fill marked positions inside given rows; lengths and all other tokens stay.
 
-    An end token does not stop a row, since text may follow it.
+    Nothing stops a row, since text may follow. A block-causal model sees of that text what lies in the block at hand.
 
     Args:
-        model: scores every token at every position.
+        model: scores every token at every position; with ``config.cache`` a ``CachedDenoiser``.
         tokens: token ids of each row, of any lengths; those under holes are ignored.
         holes: per row as many booleans, True where a token is to be found.
-        config: how positions are filled; ``max_new_tokens`` and ``stop_at_eos`` have no meaning here.
+        config: how positions are filled; lengths, end tokens and stop strings have no meaning here.
         mask_token_id: token shown to the model at holes; never chosen.
-        pad_token_id: fills the canvas behind shorter rows, where the key mask hides it; None takes the mask token.
-        row_ids: identity of each row, keys its noise together with ``config.seed``; None is 0 to B - 1.
+        pad_token_id, row_ids, seeds: as for ``generate``.
         device: where the canvas lives; None is the device of the tokens, the CPU for lists.
 
     Returns:
@@ -152,25 +183,63 @@ def infill(
         )
     rows = [_as_row(row, device) for row in tokens]
     hole_rows = [torch.as_tensor(row, dtype=torch.bool, device=rows[0].device) for row in holes]
-    canvas = _build_canvas(rows, hole_rows, mask_token_id if pad_token_id is None else pad_token_id)
-    filled_BT, passes = canvas.tokens_BT, 0
-    config = replace(config, stop_at_eos=False)
-    for last in denoise(model, canvas.tokens_BT, canvas.holes_BT, mask_token_id, config, canvas.key_mask_BT, row_ids):
+    config = replace(config, stop_at_eos=False, stop_token_ids=(), stop_strings=(), min_new_tokens=0)
+    stacked = _stack_rows(rows, hole_rows, mask_token_id if pad_token_id is None else pad_token_id, config)
+    filled_BT, passes = stacked.tokens_BT, 0
+    canvas = (stacked.tokens_BT, stacked.holes_BT, mask_token_id, config, stacked.key_mask_BT, row_ids)
+    for last in denoise(model, *canvas, seeds=seeds):
         filled_BT, passes = last.tokens_BT, last.step
     sequences = [filled_T[:length] for filled_T, length in zip(filled_BT, lengths, strict=True)]
     completions = [row[row_holes] for row, row_holes in zip(sequences, hole_rows, strict=True)]
-    return GenerateResult(sequences, completions, passes)
+    return GenerateResult(sequences, completions, passes, ["length"] * len(rows))
+
+
+def span_between(prefix: Sequence[int], suffix: Sequence[int], length: int) -> tuple[list[int], list[bool]]:
+    """One row for ``infill``: ``length`` holes between two texts. Returns its tokens and its holes."""
+    tokens = [*prefix, *[0] * length, *suffix]
+    return tokens, [len(prefix) <= index < len(prefix) + length for index in range(len(tokens))]
 
 
 def _as_row(ids: TokenRow, device: torch.device | str | None) -> Tensor:
     return torch.as_tensor(ids, dtype=torch.int64, device=device)
 
 
-def _build_canvas(rows: list[Tensor], holes: list[Tensor], pad_token_id: int) -> _Canvas:
+def _start(prompt: TokenRow, index: int, config: SamplerConfig) -> TokenRow:
+    """The prompt, or the start token where it is empty."""
+    if len(prompt) > 0:
+        return prompt
+    if config.bos_token_id is not None:
+        return [config.bos_token_id]
+    if config.right_shift:
+        raise ValueError(
+            f"prompts[{index}] is empty, and right_shift scores each token from its left neighbour; set bos_token_id, "
+            "or start the prompt with a token"
+        )
+    return prompt
+
+
+def _new_tokens(start: int, index: int, config: SamplerConfig) -> int:
+    """How many tokens a row gets after ``start`` given ones."""
+    if config.max_length is None:
+        return config.max_new_tokens
+    room = config.max_length - start
+    if room < 1:
+        raise ValueError(
+            f"prompts[{index}] has {start} tokens, which leaves no room for new ones within "
+            f"max_length={config.max_length}; shorten the prompt or raise max_length"
+        )
+    return min(room, config.max_new_tokens)
+
+
+def _stack_rows(rows: list[Tensor], holes: list[Tensor], pad_token_id: int, config: SamplerConfig) -> _Rows:
     """Stack rows left-aligned, so that positions run on from prompt to answer; pads on the right are no keys."""
     tokens_BT = pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
     holes_BT = pad_sequence(holes, batch_first=True, padding_value=False)
     lengths_B = torch.tensor([len(row) for row in rows], device=tokens_BT.device)
     key_mask_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < lengths_B[:, None]
-    # Without padding the mask would only keep attention off its fast path.
-    return _Canvas(tokens_BT, holes_BT, None if len(set(map(len, rows))) == 1 else key_mask_BT)
+    if config.quirks.pad_ids_are_padding:
+        key_mask_BT = key_mask_BT & (holes_BT | (tokens_BT != pad_token_id))
+    elif len(set(map(len, rows))) == 1:
+        # A mask that hides nothing would only keep attention off its fast path.
+        return _Rows(tokens_BT, holes_BT, None)
+    return _Rows(tokens_BT, holes_BT, key_mask_BT)

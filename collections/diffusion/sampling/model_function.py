@@ -1,12 +1,15 @@
-"""What a sampler needs from a model: one function from tokens to logits."""
+"""What a sampler needs from a model: one function from tokens to logits, or an object that keeps keys and values.
 
-from typing import Protocol
+Shape letters: B rows, T canvas positions, L positions of one pass, V vocabulary.
+"""
+
+from typing import Any, Protocol
 
 from torch import Tensor
 
 
 class DenoiserFn(Protocol):
-    """A masked denoiser, seen as a function. Shape letters: B rows, T positions, V vocabulary.
+    """A masked denoiser, seen as a function of the whole canvas.
 
     Position ids, caches and other inputs join as further keywords, each with a default on the model's side, so that a
     sampler which does not use them goes on calling the function as it does now.
@@ -22,5 +25,51 @@ class DenoiserFn(Protocol):
         Returns:
             Unnormalised logits [B, T, V] in any floating dtype, on the device of ``tokens_BT``. Entry i scores position
             i, or position i + 1 for a checkpoint sampled with ``SamplerConfig.right_shift``.
+        """
+        ...
+
+
+class CachedDenoiser(Protocol):
+    """A masked denoiser that keeps keys and values by position, for the caches of ``SamplerConfig.cache``.
+
+    A pass gets some positions of each row, ascending and padded on the right to the longest row; ``key_mask_BL`` is
+    False at that padding, which must neither be attended to nor kept. A row without any True is idle: whatever its
+    logits are, they are not read. ``KVCache`` does this bookkeeping for models that attend in plain torch.
+    """
+
+    def new_cache(self, rows: int, positions: int) -> Any:
+        """An empty cache for ``rows`` rows with positions 0 to ``positions`` - 1; the sampler only hands it back."""
+        ...
+
+    def denoise(self, tokens_BL: Tensor, positions_BL: Tensor, cache: Any, *, key_mask_BL: Tensor) -> Tensor:
+        """Score every token at the given positions, which attend to what the cache holds and to each other.
+
+        Positions that the cache holds as well are replaced by the given ones in this pass. What later passes find in
+        the cache at other positions does not change.
+
+        Args:
+            tokens_BL: int64 token ids, holes hold the mask token.
+            positions_BL: int64 positions within the row's text, which rotary embeddings count.
+            cache: from ``new_cache``.
+            key_mask_BL: bool, False at padding.
+
+        Returns:
+            Logits as of ``DenoiserFn``, [B, L, V].
+        """
+        ...
+
+    def commit(
+        self, tokens_BL: Tensor, positions_BL: Tensor, cache: Any, *, key_mask_BL: Tensor, blocks_BL: Tensor
+    ) -> Tensor:
+        """Encode tokens and keep their keys and values, replacing what the cache holds at these positions.
+
+        A position attends to what the cache holds at other positions, and to given ones of its own and earlier blocks.
+
+        Args:
+            tokens_BL, positions_BL, cache, key_mask_BL: as for ``denoise``.
+            blocks_BL: int64, the block of each position; one number everywhere makes attention bidirectional.
+
+        Returns:
+            Logits [B, V] of the last given position of each row; they are read with ``right_shift`` only.
         """
         ...

@@ -1,6 +1,6 @@
 """Random numbers of a sampling run, drawn row by row.
 
-Shape letters: B rows, N candidate positions of all rows in row-major order, V vocabulary.
+Shape letters: B rows, T positions.
 """
 
 from collections.abc import Sequence
@@ -29,22 +29,38 @@ class RowNoise:
     """One generator per row, so that a row draws the same numbers whatever it is batched with.
 
     Args:
-        seed: any integer; None draws one from torch's global generator.
-        row_ids: identity of each row within the request, [B].
+        seeds: one integer per row, or one for all; None draws one for all from torch's global generator.
+        row_ids: identity of each row among those of its seed, [B].
         device: where numbers are drawn; the CPU and CUDA give different ones.
     """
 
-    def __init__(self, seed: int | None, row_ids: Sequence[int], device: torch.device):
-        base = int(torch.randint(1 << 62, ())) if seed is None else seed
-        self._generators = [torch.Generator(device).manual_seed(row_seed(base, row_id)) for row_id in row_ids]
+    def __init__(self, seeds: int | Sequence[int] | None, row_ids: Sequence[int], device: torch.device):
+        if seeds is None:
+            seeds = int(torch.randint(1 << 62, ()))
+        if isinstance(seeds, int):
+            seeds = [seeds] * len(row_ids)
+        self._generators = [
+            torch.Generator(device).manual_seed(row_seed(seed, row_id))
+            for seed, row_id in zip(seeds, row_ids, strict=True)
+        ]
 
-    def uniform(self, per_row: Sequence[int], *shape: int) -> Tensor:
-        """Float64 numbers in [0, 1) of shape [sum(per_row), *shape]; row b draws ``per_row[b]`` of them."""
+    def uniform(self, positions_BT: Tensor, *shape: int) -> Tensor:
+        """Float64 numbers in [0, 1), one tensor of ``shape`` for each True of ``positions_BT``, in row-major order."""
         draws = [
             torch.rand(count, *shape, generator=generator, dtype=torch.float64, device=generator.device)
-            for count, generator in zip(per_row, self._generators, strict=True)
+            for count, generator in zip(positions_BT.sum(dim=1).tolist(), self._generators, strict=True)
         ]
         return torch.cat(draws)
+
+
+class GlobalNoise:
+    """Numbers from torch's global generator, for all positions of a pass at once, as dllm's samplers draw them."""
+
+    def uniform(self, positions_BT: Tensor, *shape: int) -> Tensor:
+        """As of ``RowNoise``; what a row draws depends on the others, and on positions that need nothing."""
+        # dllm draws Gumbel noise in float64, and scores for a random order in float32.
+        dtype = torch.float64 if shape else torch.float32
+        return torch.rand(*positions_BT.shape, *shape, dtype=dtype, device=positions_BT.device)[positions_BT]
 
 
 def gumbel(uniform: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ class Predictions(NamedTuple):
     Attributes:
         tokens_N: int64, the token chosen at each candidate.
         probabilities_NV: float32, before temperature, top-k and top-p; forbidden tokens have 0. Tempered ones round to
-            1.0, and the order of commitment would then be an accident of ties.
-        draw_uniform_N: fresh float64 numbers in [0, 1), one per candidate.
+            1.0, and the order of commitment would then be an accident of ties (``tempered_confidence`` asks for it).
+        draw_uniform_N: fresh numbers in [0, 1), one per candidate.
     """
 
     tokens_N: Tensor

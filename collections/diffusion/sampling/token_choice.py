@@ -1,32 +1,56 @@
 """Choosing one token per candidate position from its logits.
 
-Shape letters: N candidate positions of all rows in row-major order, V vocabulary.
+Shape letters: N scored positions of all rows in row-major order, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
-from nemo_dllm.collections.diffusion.sampling.noise import RowNoise, gumbel
+from nemo_dllm.collections.diffusion.sampling.noise import gumbel
 
 
-def forbid_tokens(logits_NV: Tensor, mask_token_id: int, suppress_token_ids: Sequence[int]) -> Tensor:
-    """Float32 logits in which the mask token and the suppressed tokens are -inf.
+def check_token_ids(config: SamplerConfig, mask_token_id: int, vocabulary: int) -> None:
+    """Raise ValueError where a token id lies outside the model's vocabulary."""
+    ids = {"mask_token_id": (mask_token_id,)} | {
+        name: getattr(config, name) for name in ("suppress_token_ids", "begin_suppress_token_ids", "stop_token_ids")
+    }
+    if config.eos_token_id is not None:
+        ids["eos_token_id"] = (config.eos_token_id,)
+    for field, values in ids.items():
+        for token_id in values:
+            if not 0 <= token_id < vocabulary:
+                raise ValueError(
+                    f"{field}: {token_id} is outside the model's vocabulary of {vocabulary}; "
+                    f"choose an id from 0 to {vocabulary - 1}"
+                )
 
-    Raises:
-        ValueError: an id lies outside the model's vocabulary.
+
+def restrict_logits(logits_NV: Tensor, ordinals_N: Tensor, mask_token_id: int, config: SamplerConfig) -> Tensor:
+    """Float32 logits in which forbidden tokens are -inf, and the end token pays its penalty.
+
+    Args:
+        logits_NV: as the model gives them; left alone.
+        ordinals_N: int64, how many generated tokens a row has before each position.
+        mask_token_id: forbidden, but for a quirk.
+        config: suppressed tokens, ``min_new_tokens``, ``eos_penalty`` and quirks are read.
     """
-    vocabulary = logits_NV.shape[-1]
-    for field, token_id in [("mask_token_id", mask_token_id), *(("suppress_token_ids", i) for i in suppress_token_ids)]:
-        if not 0 <= token_id < vocabulary:
-            raise ValueError(
-                f"{field}: {token_id} is outside the model's vocabulary of {vocabulary}; "
-                f"choose an id from 0 to {vocabulary - 1}"
-            )
     allowed_NV = logits_NV.to(torch.float32, copy=True)
-    allowed_NV[:, [mask_token_id, *suppress_token_ids]] = -torch.inf
+    if config.eos_penalty and config.eos_token_id is not None:
+        allowed_NV[:, config.eos_token_id] -= config.eos_penalty
+    forbidden = list(config.suppress_token_ids)
+    if not config.quirks.mask_token_allowed:
+        forbidden.append(mask_token_id)
+    allowed_NV[:, forbidden] = -torch.inf
+    early = [] if config.quirks.begin_suppress_by_confidence else [(config.begin_suppress_token_ids, 1)]
+    early.append((config.end_token_ids, config.min_new_tokens))
+    for token_ids, positions in early:
+        if token_ids and positions:
+            columns_NV = torch.zeros_like(allowed_NV, dtype=torch.bool)
+            columns_NV[:, list(token_ids)] = (ordinals_N < positions)[:, None]
+            allowed_NV.masked_fill_(columns_NV, -torch.inf)
     return allowed_NV
 
 
@@ -45,8 +69,20 @@ def keep_top_p(logits_NV: Tensor, top_p: float) -> Tensor:
     return torch.empty_like(logits_NV).scatter_(-1, order_NV, kept_NV)
 
 
-def choose_tokens(logits_NV: Tensor, per_row: Sequence[int], config: SamplerConfig, noise: RowNoise) -> Tensor:
-    """Draw a token for each candidate; at temperature 0 the most probable one, the lowest id among equals.
+def temper(logits_NV: Tensor, config: SamplerConfig) -> Tensor:
+    """Logits after temperature, then top-k, then top-p, in float64; temperature 0 leaves their scale."""
+    tempered_NV = logits_NV.double()
+    if config.temperature > 0:
+        tempered_NV = tempered_NV / config.temperature
+    if config.top_k is not None:
+        tempered_NV = keep_top_k(tempered_NV, config.top_k)
+    if config.top_p is not None:
+        tempered_NV = keep_top_p(tempered_NV, config.top_p)
+    return tempered_NV
+
+
+def choose_tokens(logits_NV: Tensor, config: SamplerConfig, draw_uniform: Callable[..., Tensor]) -> Tensor:
+    """Draw a token for each position; at temperature 0 the most probable one, the lowest id among equals.
 
     Temperature comes first, then top-k, then top-p, then the Gumbel-max draw. All in float64 and on logits rather than
     on their exponentials: exp overflows at logits near 89, and coarse noise skews the distribution
@@ -54,18 +90,12 @@ def choose_tokens(logits_NV: Tensor, per_row: Sequence[int], config: SamplerConf
 
     Args:
         logits_NV: float32, forbidden tokens at -inf.
-        per_row: candidates of each row, they sum to N.
         config: temperature, top_k and top_p are read.
-        noise: drawn from only if the temperature is above 0.
+        draw_uniform: V -> fresh numbers in [0, 1) of shape [N, V]; called only if the temperature is above 0.
 
     Returns:
         int64 [N].
     """
     if config.temperature == 0:
         return logits_NV.argmax(dim=-1)
-    tempered_NV = logits_NV.double() / config.temperature
-    if config.top_k is not None:
-        tempered_NV = keep_top_k(tempered_NV, config.top_k)
-    if config.top_p is not None:
-        tempered_NV = keep_top_p(tempered_NV, config.top_p)
-    return (tempered_NV + gumbel(noise.uniform(per_row, logits_NV.shape[-1]))).argmax(dim=-1)
+    return (temper(logits_NV, config) + gumbel(draw_uniform(logits_NV.shape[-1]))).argmax(dim=-1)

@@ -1,21 +1,31 @@
 """How many tokens each denoising step commits.
 
-Shape letters: B rows, T canvas positions, S steps, P forward passes.
+A schedule is a function (masked, steps, length) -> counts: ``masked`` holes of a block of ``length`` positions are
+filled in ``steps`` steps. Counts are positive and sum to at least ``masked``; steps which would commit nothing are left
+out. ``register_schedule`` adds one under a name for ``SamplerConfig.schedule``.
+
+Shape letters: S steps.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import repeat
-from math import ceil
+import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 Alpha = Callable[[Tensor], Tensor]
+Schedule = Callable[[int, int, int], list[int]]
 
 
 def linear_alpha(t: Tensor) -> Tensor:
     """Share of tokens still clean at time t in [0, 1] under the linear schedule: 1 - t."""
     return 1 - t
+
+
+def cosine_alpha(t: Tensor) -> Tensor:
+    """Share of tokens still clean at time t in [0, 1] under the cosine schedule: 1 - cos(pi/2 * (1 - t))."""
+    return 1 - torch.cos(math.pi / 2 * (1 - t))
 
 
 def transfer_counts(masked: int, steps: int, alpha: Alpha = linear_alpha) -> list[int]:
@@ -47,25 +57,26 @@ def transfer_counts(masked: int, steps: int, alpha: Alpha = linear_alpha) -> lis
     return [count for count in counts if count]
 
 
-def commit_quotas(holes_BT: Tensor, blocks_BT: Tensor, steps: int | None, alpha: Alpha) -> Iterator[Tensor]:
-    """The number of tokens that each forward pass commits, row by row; every row follows its own schedule.
+def even_counts(masked: int, steps: int) -> list[int]:
+    """An even split whose first steps take the remainder, as of LLaDA's own sampler: 10 in 4 are [3, 3, 2, 2]."""
+    share, rest = divmod(masked, steps)
+    return [count for count in [share + 1] * rest + [share] * (steps - rest) if count]
 
-    Args:
-        holes_BT: bool, positions to fill.
-        blocks_BT: int64, the block of each position, see ``block_indices``.
-        steps: steps for the whole row, split evenly over the blocks that have holes and rounded up; None is one
-            token per pass.
-        alpha: as in ``transfer_counts``.
 
-    Returns:
-        int64 [B] per pass; without end for ``steps=None``, else until the slowest row is full.
-    """
-    if steps is None:
-        return repeat(torch.ones(holes_BT.shape[0], dtype=torch.int64, device=holes_BT.device))
-    plans = []
-    for holes_T, blocks_T in zip(holes_BT, blocks_BT, strict=True):
-        per_block = torch.unique(blocks_T[holes_T], return_counts=True)[1].tolist()
-        plans.append([n for masked in per_block for n in transfer_counts(masked, ceil(steps / len(per_block)), alpha)])
-    passes = max(map(len, plans), default=0)
-    plan_BP = torch.tensor([plan + [0] * (passes - len(plan)) for plan in plans], dtype=torch.int64)
-    return iter(plan_BP.to(holes_BT.device).reshape(len(plans), passes).unbind(1))
+SCHEDULES: dict[str, Schedule] = {}
+
+
+def register_schedule(name: str, schedule: Schedule) -> None:
+    """Make a schedule known as ``SamplerConfig(schedule=name)``."""
+    SCHEDULES[name] = schedule
+
+
+def _reverse_process(masked: int, steps: int, length: int, *, alpha: Alpha) -> list[int]:
+    return transfer_counts(masked, steps, alpha)
+
+
+register_schedule("linear", partial(_reverse_process, alpha=linear_alpha))
+register_schedule("cosine", partial(_reverse_process, alpha=cosine_alpha))
+register_schedule("even", lambda masked, steps, length: even_counts(masked, steps))
+# LLaDA2 splits the block's length, though part of a block may be prompt.
+register_schedule("even_block", lambda masked, steps, length: even_counts(length, steps))

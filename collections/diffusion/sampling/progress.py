@@ -1,0 +1,104 @@
+"""Where each row of a run stands: the block at hand, and how many tokens its next step commits.
+
+Shape letters: B rows, T canvas positions.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
+from nemo_dllm.collections.diffusion.sampling.transfer import SCHEDULES
+
+
+def block_plan(holes_T: Tensor, blocks_T: Tensor, config: SamplerConfig) -> list[tuple[int, list[int]]]:
+    """The blocks of one row that have holes, each with the tokens that its steps commit.
+
+    ``config.steps`` is split evenly over these blocks and rounded up. Without steps the counts are empty, which stands
+    for one token per step.
+    """
+    found, counts = torch.unique(blocks_T[holes_T], return_counts=True)
+    steps = config.steps_per_block
+    if config.steps is not None:
+        steps = ceil(config.steps / max(1, len(found)))
+    if steps is None:
+        return [(block, []) for block in found.tolist()]
+    schedule = SCHEDULES[config.schedule]
+    return [
+        (block, schedule(masked, steps, config.block_size or masked))
+        for block, masked in zip(found.tolist(), counts.tolist(), strict=True)
+    ]
+
+
+class Progress:
+    """Blocks of every row, in order, with the passes spent on the first of them.
+
+    Args:
+        holes_BT: bool, positions to fill.
+        blocks_BT: int64, the block of each position, see ``block_indices``.
+        config: steps, schedule, editing and quirks are read.
+        lockstep: rows ahead of the slowest one wait for it.
+    """
+
+    def __init__(self, holes_BT: Tensor, blocks_BT: Tensor, config: SamplerConfig, lockstep: bool):
+        self._plans = [
+            deque(block_plan(holes_T, blocks_T, config)) for holes_T, blocks_T in zip(holes_BT, blocks_BT, strict=True)
+        ]
+        self._passes = [0] * len(self._plans)
+        self._post_passes = [0] * len(self._plans)
+        self._max_post = 0 if config.editing_threshold is None else config.max_post_steps
+        self._counts_end_blocks = config.quirks.mask_token_allowed or config.quirks.stray_masks_compete
+        self._lockstep = lockstep
+
+    def blocks(self) -> list[int | None]:
+        """The block that each row works on in the next pass, None where it has nothing to do."""
+        current = [plan[0][0] if plan else None for plan in self._plans]
+        if not self._lockstep:
+            return current
+        slowest = min((block for block in current if block is not None), default=None)
+        return [block if block == slowest else None for block in current]
+
+    def quotas(self) -> list[int]:
+        """Tokens that each row commits at least in the next pass; meaningless where it has nothing to do."""
+        return [
+            plan[0][1][passes] if plan and passes < len(plan[0][1]) else 1
+            for plan, passes in zip(self._plans, self._passes, strict=True)
+        ]
+
+    def advance(self, holes_left: Sequence[int], edited: Sequence[int]) -> list[bool]:
+        """Count one pass, and drop the blocks that it has finished.
+
+        Args:
+            holes_left: per row, holes that remain in its block.
+            edited: per row, how many tokens that were already there the pass has changed.
+
+        Returns:
+            Per row, whether it has finished a block.
+        """
+        finished = [
+            block is not None and self._finishes(row, holes_left[row], edited[row] > 0)
+            for row, block in enumerate(self.blocks())
+        ]
+        for row, done in enumerate(finished):
+            if done:
+                self._plans[row].popleft()
+                self._passes[row] = self._post_passes[row] = 0
+        return finished
+
+    def end(self, ended: Sequence[bool]) -> None:
+        """Drop what is left to do in rows that have ended."""
+        for plan, has_ended in zip(self._plans, ended, strict=True):
+            if has_ended:
+                plan.clear()
+
+    def _finishes(self, row: int, holes_left: int, edited: bool) -> bool:
+        was_full = self._post_passes[row] > 0
+        self._passes[row] += 1
+        if holes_left:
+            counts = self._plans[row][0][1]
+            return self._counts_end_blocks and self._passes[row] >= len(counts)
+        self._post_passes[row] += 1
+        return self._post_passes[row] > self._max_post or (was_full and not edited)

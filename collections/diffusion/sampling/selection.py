@@ -1,0 +1,67 @@
+"""Which predictions of a step are committed.
+
+Shape letters: B rows, T canvas positions, N scored positions of all rows in row-major order.
+"""
+
+import torch
+from torch import Tensor
+
+from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
+from nemo_dllm.collections.diffusion.sampling.noise import gumbel
+from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES, Predictions
+
+
+def select_commits(
+    predictions: Predictions, scored_BT: Tensor, candidates_BT: Tensor, quota_B: Tensor, config: SamplerConfig
+) -> Tensor:
+    """The candidates to commit: the ``quota_B`` best of each row by policy, and all that are sure enough.
+
+    Args:
+        predictions: at the scored positions.
+        scored_BT: bool, where predictions were made.
+        candidates_BT: bool, those of them that may be committed.
+        quota_B: int64, tokens to commit at least, as far as there are candidates.
+        config: remasking, threshold and factor are read.
+
+    Returns:
+        bool [B, T].
+    """
+    scores_N = REMASKING_POLICIES[config.remasking](predictions)
+    if config.remasking_temperature > 0:
+        # The largest of score / T plus Gumbel noise are a draw without replacement (Kool et al. 2019).
+        noise_N = gumbel(predictions.draw_uniform_N().double())
+        scores_N = scores_N / config.remasking_temperature + noise_N
+    selected_BT = _ranks(scores_N, scored_BT, candidates_BT) < quota_B[:, None]
+    sure_enough = {"threshold": _above_threshold, "factor": _within_factor}
+    for field, rule in sure_enough.items():
+        bound = getattr(config, field)
+        if bound is not None:
+            selected_BT = selected_BT | rule(predictions.chosen_probability(), scored_BT, candidates_BT, bound)
+    return selected_BT & candidates_BT
+
+
+def _spread(values_N: Tensor, scored_BT: Tensor, candidates_BT: Tensor) -> Tensor:
+    """Values on the canvas, -inf where there is no candidate."""
+    lowest_BT = torch.full(scored_BT.shape, -torch.inf, dtype=values_N.dtype, device=values_N.device)
+    return lowest_BT.masked_scatter(scored_BT, values_N).masked_fill(~candidates_BT, -torch.inf)
+
+
+def _ranks(scores_N: Tensor, scored_BT: Tensor, candidates_BT: Tensor) -> Tensor:
+    """Place of each candidate in its row, 0 for the best."""
+    # topk may return equal scores in any order; a stable sort puts the lowest position first.
+    order_BT = _spread(scores_N, scored_BT, candidates_BT).argsort(dim=1, descending=True, stable=True)
+    return order_BT.argsort(dim=1)
+
+
+def _above_threshold(probability_N: Tensor, scored_BT: Tensor, candidates_BT: Tensor, threshold: float) -> Tensor:
+    return _spread(probability_N, scored_BT, candidates_BT) > threshold
+
+
+def _within_factor(probability_N: Tensor, scored_BT: Tensor, candidates_BT: Tensor, factor: float) -> Tensor:
+    """The n most confident positions, (n' + 1) * (1 - probability) <= factor for each n' up to n."""
+    probability_BT = _spread(probability_N, scored_BT, candidates_BT)
+    sorted_BT = probability_BT.sort(dim=1, descending=True).values
+    place_T = torch.arange(1, sorted_BT.shape[1] + 1, device=sorted_BT.device)
+    sure_BT = (place_T + 1) * (1 - sorted_BT) <= factor
+    count_B1 = sure_BT.int().cumprod(dim=1).sum(dim=1, keepdim=True)
+    return _ranks(probability_N, scored_BT, candidates_BT) < count_B1
