@@ -38,8 +38,8 @@ RECIPES: dict[str, Callable[..., run.Partial]] = {}
 
 
 # Residual addition and the activations of experts fused by torch (dense SwiGLU has a kernel of its own); the CPU
-# runtime switches both off.
-FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
+# runtime switches both off. Rotation has a kernel of its own too, and LLaMA's default would ask for Transformer Engine.
+FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": False}
 
 
 @dataclass(frozen=True)

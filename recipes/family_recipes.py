@@ -1,0 +1,210 @@
+"""A family's recipes from a table of its sizes: every kind of model, pretrained and fine-tuned.
+
+Files of families hold a :class:`RecipeFamily` and one call of :func:`register_family`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import nemo_run as run
+from nemo import lightning as nl
+from nemo.collections import llm
+
+from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
+from nemo_dllm.collections.diffusion.models.a2d import A2DModel
+from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
+from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
+from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion
+from nemo_dllm.recipes import tasks
+from nemo_dllm.recipes.builder import FUSIONS, Layout, Schedule, diffusion_recipe, register
+
+SEQ_LENGTH = 4096
+GLOBAL_BATCH_SIZE = 256
+PRETRAIN = Schedule(max_steps=100_000, learning_rate=3e-4, warmup_steps=2_000, validation_interval=1_000)
+CONTINUE = Schedule(max_steps=20_000, learning_rate=1e-4, warmup_steps=500, validation_interval=1_000)
+FINETUNE = Schedule(max_steps=2_000, learning_rate=2e-5, warmup_steps=100, validation_interval=200)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What differs between the sizes of a family."""
+
+    config: type
+    """NeMo's configuration."""
+    parameters: int
+    """Of the recipe's model, a tied head counted once."""
+    layout: Layout
+    """For GPUs of 80 GB: see ``recipes/memory.py``."""
+    micro_batch_size: int
+    """Sequences; models that read them twice take half."""
+    fields: Mapping[str, object] = field(default_factory=dict)
+    """Fields in which the recipe's configuration differs from the class's defaults."""
+    learning_rate: float = PRETRAIN.learning_rate
+    """Of pretraining from random weights; to go on from given ones takes a third."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens."""
+        return self.fields.get("vocab_size", self.config.vocab_size)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of diffusion model."""
+
+    model: type
+    objective: type
+    adopts: bool
+    """Whether it begins as an autoregressive model."""
+    purpose: str
+    """What its recipes train, for their descriptions."""
+    fields: Mapping[str, object] = field(default_factory=dict)
+    """Of the objective."""
+    positions_per_token: int = 1
+    """Positions that the layers see for a token of text."""
+
+
+KINDS = {
+    "mdlm": Kind(MDLMModel, MaskedDiffusion, False, "{family} as a masked diffusion model"),
+    "a2d": Kind(A2DModel, MaskedDiffusion, True, "{family}, autoregressive before, as a masked diffusion model"),
+    "bd3lm": Kind(
+        BD3LMModel,
+        BlockDiffusion,
+        False,
+        "{family} as a block diffusion model",
+        fields={"block_size": 32},
+        positions_per_token=2,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A command, what it runs, and how its recipes are described."""
+
+    run: Callable
+    command: Callable
+    summary: str
+
+
+TASKS = {
+    "pretrain": Task(tasks.pretrain, llm.pretrain, "Pretrain {purpose}."),
+    "finetune": Task(tasks.finetune, llm.finetune, "Fine-tune {purpose}, all weights."),
+}
+
+
+@dataclass(frozen=True)
+class RecipeFamily:
+    """A family's sizes and facts."""
+
+    name: str
+    """First part of its recipes' names."""
+    title: str
+    """What people call it."""
+    sizes: Mapping[str, Size]
+    mask_token_id: int
+    right_shift: bool = False
+    kinds: tuple[str, ...] = tuple(KINDS)
+    """Keys of ``KINDS``; names of recipes have them where there are several."""
+
+
+FAMILIES: list[RecipeFamily] = []
+"""All that are registered."""
+
+
+def family_recipe(
+    family: RecipeFamily,
+    size: str,
+    kind: str,
+    task: str,
+    *,
+    name: str,
+    dir: str | None = None,
+    init_from: str | None = None,
+) -> run.Partial:
+    """The recipe of one size, kind and task.
+
+    Args:
+        family: the family.
+        size: a key of ``family.sizes``.
+        kind: a key of ``KINDS``.
+        task: a key of ``TASKS``.
+        name: of the run.
+        dir: folder of the run's folder.
+        init_from: folder of the NeMo checkpoint to start from, as ``nemo llm import`` or an earlier run made it.
+
+    Raises:
+        ValueError: for a size, kind or task that there is not, listing those there are.
+    """
+    for field_name, value, known in (("size", size, family.sizes), ("kind", kind, family.kinds), ("task", task, TASKS)):
+        if value not in known:
+            raise ValueError(f"{field_name}={value!r} of {family.name} is unknown; choose from {', '.join(known)}")
+    facts, model_kind = family.sizes[size], KINDS[kind]
+    recipe = diffusion_recipe(
+        TASKS[task].run,
+        model=run.Config(
+            model_kind.model,
+            config=run.Config(facts.config, **{"seq_length": SEQ_LENGTH, **FUSIONS, **facts.fields}),
+            objective=run.Config(
+                model_kind.objective,
+                mask_token_id=family.mask_token_id,
+                right_shift=family.right_shift,
+                **model_kind.fields,
+            ),
+        ),
+        data=run.Config(
+            MockDataModule,
+            vocab_size=facts.vocab_size,
+            mask_token_id=family.mask_token_id,
+            seq_length=SEQ_LENGTH,
+            micro_batch_size=max(1, facts.micro_batch_size // model_kind.positions_per_token),
+            global_batch_size=GLOBAL_BATCH_SIZE,
+            num_val_rows=GLOBAL_BATCH_SIZE,
+        ),
+        schedule=_schedule(task, facts, starts_trained=model_kind.adopts or init_from is not None),
+        name=name,
+        layout=facts.layout,
+        dir=dir,
+    )
+    if init_from is not None:
+        recipe.resume.restore_config = run.Config(nl.RestoreConfig, path=init_from)
+    return recipe
+
+
+def _schedule(task: str, size: Size, starts_trained: bool) -> Schedule:
+    if task == "finetune":
+        return FINETUNE
+    if starts_trained:
+        return replace(CONTINUE, learning_rate=size.learning_rate / 3)
+    return replace(PRETRAIN, learning_rate=size.learning_rate)
+
+
+def recipe_name(family: RecipeFamily, size: str, kind: str, task: str) -> str:
+    """What ``--factory`` calls a recipe."""
+    parts = (family.name, size, *((kind,) if len(family.kinds) > 1 else ()), task)
+    return "_".join(parts)
+
+
+def register_family(family: RecipeFamily) -> None:
+    """Offer all recipes of a family to the ``nemo`` command."""
+    FAMILIES.append(family)
+    for size in family.sizes:
+        for kind in family.kinds:
+            for task in TASKS:
+                name = recipe_name(family, size, kind, task)
+                register(_factory(family, size, kind, task, name), target=TASKS[task].command, name=name)
+
+
+def _factory(family: RecipeFamily, size: str, kind: str, task: str, default_name: str) -> Callable[..., run.Partial]:
+    def factory(dir: str | None = None, name: str = default_name, init_from: str | None = None) -> run.Partial:
+        return family_recipe(family, size, kind, task, name=name, dir=dir, init_from=init_from)
+
+    purpose = KINDS[kind].purpose.format(family=f"{family.title} {size.replace('p', '.').upper()}")
+    factory.__doc__ = f"""{TASKS[task].summary.format(purpose=purpose)}
+
+    Args:
+        dir: folder of the run's folder.
+        name: of the run.
+        init_from: folder of the NeMo checkpoint to start from; None starts from random weights.
+    """
+    return factory
