@@ -28,7 +28,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # The folder's own code: read modeling_a2d.py before you trust a folder from elsewhere.
     model = AutoModelForMaskedLM.from_pretrained(arguments.folder, trust_remote_code=True).to(device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.folder, trust_remote_code=True)  # It reads config.json first.
     settings = json.loads((arguments.folder / "config.json").read_text())
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ import csv
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from nemo_dllm.console import import_nemo_quietly
@@ -74,14 +75,16 @@ class Curve(pl.Callback):
         self._since: float | None = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module, batch, batch_idx) -> None:
-        """Start the clock, which stands still for validations."""
+        """Start the clock, which stands still for validations and the checkpoint."""
         self._since = time.perf_counter() if self._since is None else self._since
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module) -> None:
         """Stop the clock."""
-        if self._since is not None:
-            self._training += time.perf_counter() - self._since
-            self._since = None
+        self._stop()
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module, checkpoint: dict) -> None:
+        """Stop the clock."""
+        self._stop()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module) -> None:
         """Add a row; the first is that of the untrained model."""
@@ -96,6 +99,11 @@ class Curve(pl.Callback):
         }
         self.rows.append(row)
         print(f"step {row['step']}: perplexity at most {row['perplexity_bound']:,.2f} per token", flush=True)
+
+    def _stop(self) -> None:
+        if self._since is not None:
+            self._training += time.perf_counter() - self._since
+            self._since = None
 
 
 def training_recipe(model: A2DModel, imported: Path, documents: Path, arguments: argparse.Namespace) -> run.Partial:
@@ -134,11 +142,7 @@ def training_recipe(model: A2DModel, imported: Path, documents: Path, arguments:
 
 def unbuilt_model(hf: Path, length: int) -> A2DModel:
     """The model that a checkpoint describes, for sequences of ``length`` tokens."""
-    config = hf_to_nemo_config(hf)
-    config.seq_length = length
-    for name, value in FUSIONS.items():
-        setattr(config, name, value)
-    return A2DModel(config, MaskedDiffusion())
+    return A2DModel(replace(hf_to_nemo_config(hf), seq_length=length, **FUSIONS), MaskedDiffusion())
 
 
 @torch.no_grad()
