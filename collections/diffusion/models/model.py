@@ -55,6 +55,8 @@ class DiffusionModel(GPTModel):
         if objective.block_size is not None or objective.views > 1:
             # Pipeline stages exchange more positions or rows than the data module's samples have.
             config.variable_seq_lengths = True
+            if config.moe_token_dispatcher_type == "allgather":  # Megatron refuses it, for dense models too.
+                config.moe_token_dispatcher_type = "alltoall"
 
     def configure_model(self, vp_stage: int | None = None) -> None:
         """Build this rank's part of the model."""
