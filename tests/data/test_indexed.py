@@ -1,0 +1,97 @@
+"""Our reader on files in Megatron-LM's layout, written by Megatron's own builder, and on damaged ones."""
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from nemo_dllm.collections.diffusion.data.indexed import TokenFile
+
+# Documents of 1, 2 and 1 sequences.
+SEQUENCES = [[[5, 6, 7]], [[1], [2, 3]], [[9, 8, 7, 6]]]
+STREAM = [5, 6, 7, 1, 2, 3, 9, 8, 7, 6]
+
+
+@pytest.fixture(params=[np.uint16, np.int32, np.int64])
+def prefix(tmp_path, request):
+    return build(tmp_path / "corpus", request.param)
+
+
+def build(prefix, dtype=np.int32, documents=SEQUENCES):
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for sequences in documents:
+        for sequence in sequences:
+            builder.add_item(torch.tensor(sequence))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def test_stream_and_documents(prefix):
+    tokens = TokenFile(prefix)
+    assert (tokens.num_tokens, tokens.num_documents) == (10, 3)
+    assert tokens.read(0, 10).tolist() == STREAM
+    assert tokens.read(2, 5).tolist() == STREAM[2:5]
+    assert [tokens.document_start(document) for document in range(4)] == [0, 3, 6, 10]
+    assert [tokens.document_at(position) for position in range(10)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 2]
+    tokens.check_tokens(10)
+
+
+def test_suffixes_are_forgiven(tmp_path):
+    build(tmp_path / "corpus")
+    assert TokenFile(f"{tmp_path}/corpus.bin").num_tokens == TokenFile(f"{tmp_path}/corpus.idx").num_tokens == 10
+
+
+def test_ids_outside_the_vocabulary_are_named_by_place(tmp_path):
+    tokens = TokenFile(build(tmp_path / "corpus"))
+    with pytest.raises(
+        ValueError, match=r"corpus.bin: token 0 of document 2 is 9, outside the vocabulary of 9; it was"
+    ):
+        tokens.check_tokens(9)
+    with pytest.raises(ValueError, match="token 2 of document 0 is 7, outside the vocabulary of 7"):
+        tokens.check_ids(tokens.read(1, 4), 1, 7)
+    negative = TokenFile(build(tmp_path / "negative", documents=[[[1, -2]]]))
+    with pytest.raises(ValueError, match="token 1 of document 0 is -2"):
+        negative.check_tokens(9)
+
+
+def damage(tmp_path, suffix, change):
+    prefix = build(tmp_path / "corpus")
+    file = tmp_path / f"corpus{suffix}"
+    file.write_bytes(change(file.read_bytes()))
+    return prefix
+
+
+@pytest.mark.parametrize(
+    "suffix, change, message",
+    [
+        (".bin", lambda content: content[:-4], r"corpus.bin has 36 bytes, but .*corpus.idx describes 40"),
+        (".bin", lambda content: content + b"1234", r"corpus.bin has 44 bytes, but .*corpus.idx describes 40"),
+        (".bin", lambda content: b"", "corpus.bin is empty"),
+        (".idx", lambda content: content[:-1], r"corpus.idx has 113 bytes instead of 114: it is cut short"),
+        (".idx", lambda content: content[:20], "corpus.idx is not an index of Megatron-LM"),
+        (".idx", lambda content: b"X" + content[1:], "corpus.idx is not an index of Megatron-LM"),
+        (".idx", lambda content: content[:9] + struct.pack("<Q", 2) + content[17:], "version 2 and token type 4"),
+        (".idx", lambda content: content[:18] + struct.pack("<Q", 0) + content[26:], "lists no documents"),
+    ],
+)
+def test_damaged_files(tmp_path, suffix, change, message):
+    with pytest.raises(ValueError, match=message):
+        TokenFile(damage(tmp_path, suffix, change))
+
+
+def test_missing_files(tmp_path):
+    build(tmp_path / "corpus")
+    (tmp_path / "corpus.idx").unlink()
+    with pytest.raises(FileNotFoundError, match=r"corpus.idx' does not exist; name the path of a .bin and .idx pair"):
+        TokenFile(tmp_path / "corpus")
+
+
+def test_pickles_as_its_files(prefix):
+    import pickle
+
+    tokens = TokenFile(prefix)
+    assert len(pickle.dumps(tokens)) < 1000
+    assert pickle.loads(pickle.dumps(tokens)).read(0, 10).tolist() == STREAM
