@@ -18,7 +18,7 @@ from nemo_dllm.collections.diffusion.sampling.progress import Progress
 from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
 from nemo_dllm.collections.diffusion.sampling.scoring import Canvas, build_scorer
 from nemo_dllm.collections.diffusion.sampling.selection import select_commits
-from nemo_dllm.collections.diffusion.sampling.stopping import Decode, check_decode, ended_rows
+from nemo_dllm.collections.diffusion.sampling.stopping import Decode, TextEnds
 from nemo_dllm.collections.diffusion.sampling.token_choice import (
     check_token_ids,
     choose_tokens,
@@ -91,7 +91,7 @@ def denoise(
     for name, per_row in (("row_ids", row_ids), ("seeds", seeds)):
         if per_row is not None and len(per_row) != len(canvas_BT):
             raise ValueError(f"{name} has {len(per_row)} entries for {len(canvas_BT)} rows; give one per row")
-    check_decode(config, decode)
+    ends = TextEnds(config, decode)
     if config.quirks.global_noise:
         noise = GlobalNoise()
     else:
@@ -99,15 +99,15 @@ def denoise(
     keys_BT = torch.ones_like(holes_BT) if key_mask_BT is None else key_mask_BT
     blocks_BT = block_indices(holes_BT, config.block_size, config.counts_blocks_from)
     canvas = Canvas(holes_BT, blocks_BT, keys_BT, padded=key_mask_BT is not None)
-    return _Run(model, canvas_BT, canvas, mask_token_id, config, noise, decode).steps()
+    return _Run(model, canvas_BT, canvas, mask_token_id, config, noise, ends).steps()
 
 
 class _Run:
     """The state of one run."""
 
-    def __init__(self, model, canvas_BT, canvas, mask_token_id, config, noise, decode):
+    def __init__(self, model, canvas_BT, canvas, mask_token_id, config, noise, ends):
         self.canvas, self.config, self.mask_token_id = canvas, config, mask_token_id
-        self.noise, self.decode = noise, decode
+        self.noise, self.ends = noise, ends
         self.tokens_BT = canvas_BT.masked_fill(canvas.holes_BT, mask_token_id)
         self.holes_BT = canvas.holes_BT
         self.ordinals_BT = canvas.holes_BT.cumsum(dim=1) - 1
@@ -208,7 +208,7 @@ class _Run:
         if config.editing_threshold is not None:
             # What may still be edited has not ended anything yet.
             settled_BT = settled_BT & ~open_block_BT
-        ended_B = ended_rows(self.tokens_BT, settled_BT, config, self.decode)
+        ended_B = self.ends.ended(self.tokens_BT, settled_BT)
         closed_BT = self.holes_BT & ended_B[:, None]
         self.tokens_BT = self.tokens_BT.masked_fill(closed_BT, config.end_token_ids[0])
         self.holes_BT = self.holes_BT & ~closed_BT

@@ -31,7 +31,9 @@ _SHARED_QUIRKS = {"mask_token_allowed": True, "global_noise": True, "lockstep": 
 REFERENCE_PRESETS: dict[str, dict[str, Any]] = {
     "dllm_mdlm": {
         "stop_at_eos": False,
-        "quirks": ReferenceQuirks(**_SHARED_QUIRKS, stray_masks_compete=True, begin_suppress_by_confidence=True),
+        "quirks": ReferenceQuirks(
+            **_SHARED_QUIRKS, stray_masks_compete=True, begin_suppress_by_confidence=True, topk_ties=True
+        ),
     },
     "dllm_bd3lm": {
         "cache": "exact",

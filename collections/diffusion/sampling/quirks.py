@@ -14,6 +14,8 @@ class ReferenceQuirks:
             without being counted in its schedule, so holes may be left over.
         begin_suppress_by_confidence: ``begin_suppress_token_ids`` are not forbidden at the first token: they have
             probability 0 when confidences are compared, at every position.
+        topk_ties: positions of equal score come in the order that ``torch.topk`` happens to give on the row's canvas,
+            rather than the lowest first.
         pad_ids_are_padding: a pad token inside a prompt is not attended to, and positions do not count it.
         global_noise: noise comes from torch's global generator for whole batches at once.
         lockstep: a row that has filled its block waits for the others. (A cache of committed blocks always waits.)
@@ -24,6 +26,7 @@ class ReferenceQuirks:
     mask_token_allowed: bool = False
     stray_masks_compete: bool = False
     begin_suppress_by_confidence: bool = False
+    topk_ties: bool = False
     pad_ids_are_padding: bool = False
     global_noise: bool = False
     lockstep: bool = False

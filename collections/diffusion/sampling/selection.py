@@ -31,7 +31,10 @@ def select_commits(
         # The largest of score / T plus Gumbel noise are a draw without replacement (Kool et al. 2019).
         noise_N = gumbel(predictions.draw_uniform_N().double())
         scores_N = scores_N / config.remasking_temperature + noise_N
-    selected_BT = _ranks(scores_N, scored_BT, candidates_BT) < quota_B[:, None]
+    if config.quirks.topk_ties:
+        selected_BT = _topk(_spread(scores_N, scored_BT, candidates_BT), quota_B)
+    else:
+        selected_BT = _ranks(scores_N, scored_BT, candidates_BT) < quota_B[:, None]
     sure_enough = {"threshold": _above_threshold, "factor": _within_factor}
     for field, rule in sure_enough.items():
         bound = getattr(config, field)
@@ -51,6 +54,13 @@ def _ranks(scores_N: Tensor, scored_BT: Tensor, candidates_BT: Tensor) -> Tensor
     # topk may return equal scores in any order; a stable sort puts the lowest position first.
     order_BT = _spread(scores_N, scored_BT, candidates_BT).argsort(dim=1, descending=True, stable=True)
     return order_BT.argsort(dim=1)
+
+
+def _topk(scores_BT: Tensor, quota_B: Tensor) -> Tensor:
+    selected_BT = torch.zeros_like(scores_BT, dtype=torch.bool)
+    for selected_T, scores_T, quota in zip(selected_BT, scores_BT, quota_B.tolist(), strict=True):
+        selected_T[scores_T.topk(min(quota, len(scores_T))).indices] = True
+    return selected_BT
 
 
 def _above_threshold(probability_N: Tensor, scored_BT: Tensor, candidates_BT: Tensor, threshold: float) -> Tensor:

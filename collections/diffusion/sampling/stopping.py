@@ -34,26 +34,44 @@ def text_end(tokens: Sequence[int], config: SamplerConfig, decode: Decode | None
     return min(ends, default=None)
 
 
-def ended_rows(tokens_BT: Tensor, settled_BT: Tensor, config: SamplerConfig, decode: Decode | None) -> Tensor:
-    """Rows whose text has ended, bool [B].
+class TextEnds:
+    """Finds the rows of a run whose text has ended.
 
     Args:
-        tokens_BT: int64 canvas.
-        settled_BT: bool, generated tokens that are there to stay and have no hole before them.
-        config, decode: see ``text_end``.
+        config: end tokens and stop strings are read.
+        decode: token ids -> text; needed for stop strings.
+
+    Raises:
+        ValueError: there are stop strings and no way to find them.
     """
-    if config.stop_strings:
-        rows = zip(tokens_BT, settled_BT, strict=True)
-        ends = [text_end(tokens_T[settled_T].tolist(), config, decode) for tokens_T, settled_T in rows]
-        return torch.tensor([end is not None for end in ends], device=tokens_BT.device)
-    end_ids = torch.tensor(config.end_token_ids, dtype=tokens_BT.dtype, device=tokens_BT.device)
-    return (torch.isin(tokens_BT, end_ids) & settled_BT).any(dim=1)
 
+    def __init__(self, config: SamplerConfig, decode: Decode | None):
+        if config.stop_strings and decode is None:
+            raise ValueError(
+                f"stop_strings={config.stop_strings!r} are looked for in text; give decode, a function from token ids "
+                "to text, or use stop_token_ids"
+            )
+        self._config, self._decode = config, decode
+        self._by_length: list[tuple[int, bool]] = []
 
-def check_decode(config: SamplerConfig, decode: Decode | None) -> None:
-    """Raise ValueError where stop strings cannot be found for want of a decoder."""
-    if config.stop_strings and decode is None:
-        raise ValueError(
-            f"stop_strings={config.stop_strings!r} are looked for in text; give decode, a function from token ids to "
-            "text, or use stop_token_ids"
-        )
+    def ended(self, tokens_BT: Tensor, settled_BT: Tensor) -> Tensor:
+        """Rows that have ended, bool [B].
+
+        Args:
+            tokens_BT: int64 canvas.
+            settled_BT: bool, generated tokens that are there to stay and have no hole before them.
+        """
+        if not self._config.stop_strings:
+            end_ids = torch.tensor(self._config.end_token_ids, dtype=tokens_BT.dtype, device=tokens_BT.device)
+            return (torch.isin(tokens_BT, end_ids) & settled_BT).any(dim=1)
+        counts = settled_BT.sum(dim=1).tolist()
+        known = self._by_length or [(0, False)] * len(counts)
+        # Decoding is slow: a row is looked at again when it has grown.
+        self._by_length = [
+            before if count == before[0] else (count, self._has_end(tokens_T[settled_T]))
+            for tokens_T, settled_T, count, before in zip(tokens_BT, settled_BT, counts, known, strict=True)
+        ]
+        return torch.tensor([has_end for _, has_end in self._by_length], device=tokens_BT.device)
+
+    def _has_end(self, tokens_T: Tensor) -> bool:
+        return text_end(tokens_T.tolist(), self._config, self._decode) is not None

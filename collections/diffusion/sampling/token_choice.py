@@ -44,8 +44,10 @@ def restrict_logits(logits_NV: Tensor, ordinals_N: Tensor, mask_token_id: int, c
     if not config.quirks.mask_token_allowed:
         forbidden.append(mask_token_id)
     allowed_NV[:, forbidden] = -torch.inf
-    early = [] if config.quirks.begin_suppress_by_confidence else [(config.begin_suppress_token_ids, 1)]
-    early.append((config.end_token_ids, config.min_new_tokens))
+    eos = () if config.eos_token_id is None else (config.eos_token_id,)
+    early = [(eos + config.stop_token_ids, config.min_new_tokens)]
+    if not config.quirks.begin_suppress_by_confidence:
+        early.append((config.begin_suppress_token_ids, 1))
     for token_ids, positions in early:
         if token_ids and positions:
             columns_NV = torch.zeros_like(allowed_NV, dtype=torch.bool)
