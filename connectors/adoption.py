@@ -10,6 +10,7 @@ from nemo_dllm.collections.diffusion.models.a2d import A2DModel
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
 from nemo_dllm.connectors.companions import read_origin
+from nemo_dllm.connectors.config import Origin
 from nemo_dllm.connectors.facts import CheckpointFacts, checkpoint_mask_token, read_facts
 from nemo_dllm.connectors.families import find_family
 from nemo_dllm.connectors.load import check_fits_config
@@ -40,9 +41,9 @@ def open_source(model: DiffusionModel, hf_path: str | Path) -> Source:
         ValueError: where the model contradicts the checkpoint, or there is no mask token.
     """
     checkpoint, facts = HFCheckpoint(hf_path), read_facts(hf_path)
-    _check_attention(model, facts)
-    _check_config(model, checkpoint.config, where=checkpoint.path, facts=facts)
-    return Source(checkpoint, facts, _mask_token(model.objective, checkpoint))
+    source = Source(checkpoint, facts, _mask_token(model.objective, checkpoint))
+    check_same_source(model, Origin(checkpoint.config, facts), checkpoint.path, source.vocab_size)
+    return source
 
 
 def adopt_import(model: DiffusionModel, nemo_path: str | Path) -> None:
@@ -57,7 +58,7 @@ def adopt_import(model: DiffusionModel, nemo_path: str | Path) -> None:
     if origin is None:
         raise ValueError(f"{nemo_path} is no import of a Hugging Face checkpoint; remove it or choose another folder")
     imported = io.load_context(nemo_path, subpath="model")
-    _check_config(model, origin.config, where=nemo_path, facts=origin.facts, vocab_size=imported.config.vocab_size)
+    check_same_source(model, origin, nemo_path, imported.config.vocab_size)
     adopt(model, imported.tokenizer, imported.objective.mask_token_id, imported.config.vocab_size)
 
 
@@ -94,24 +95,30 @@ def _mask_token(objective, checkpoint: HFCheckpoint) -> MaskToken:
     return found
 
 
-def _check_config(
-    model: DiffusionModel, hf_config: dict, where: Path, facts: CheckpointFacts, vocab_size: int | None = None
-) -> None:
-    if vocab_size is not None and model.config.vocab_size == vocab_size:
-        hf_config = hf_config | dict.fromkeys(vocabulary_fields(find_family(hf_config)), vocab_size)
-    check_fits_config(model.config, hf_config, where=where)
-    # A model that began autoregressive may be trained either way; a diffusion model has one already.
-    if facts.attention != "causal" and model.objective.right_shift != facts.right_shift:
-        raise ValueError(
-            f"right_shift={model.objective.right_shift} of the objective contradicts {facts.source}, a diffusion model "
-            f"trained with right_shift={facts.right_shift}; set it to that"
-        )
+def check_same_source(model: DiffusionModel, origin: Origin, where: Path, vocab_size: int) -> None:
+    """Check that a model can start from a checkpoint.
 
+    Args:
+        model: not built.
+        origin: config.json and facts of the checkpoint.
+        where: the checkpoint, for errors.
+        vocab_size: tokens once it has a mask token; the model may have these or the checkpoint's.
 
-def _check_attention(model: DiffusionModel, facts: CheckpointFacts) -> None:
+    Raises:
+        ValueError: where configuration, kind or logit shift are others.
+    """
+    facts = origin.facts
     if isinstance(model, A2DModel) and facts.attention != "causal":
         fitting = {"bidirectional": "MDLMModel", "block_causal": "BD3LMModel"}[facts.attention]
         raise ValueError(
             f"{facts.source} is a diffusion model already ({facts.attention} attention), and A2DModel starts from an "
             f"autoregressive one; take {fitting}"
+        )
+    grown = vocabulary_fields(find_family(origin.config)) if model.config.vocab_size == vocab_size else ()
+    check_fits_config(model.config, origin.config | dict.fromkeys(grown, vocab_size), where=where)
+    # A model that began autoregressive may be trained either way; a diffusion model has one already.
+    if facts.attention != "causal" and model.objective.right_shift != facts.right_shift:
+        raise ValueError(
+            f"right_shift={model.objective.right_shift} of the objective contradicts {facts.source}, a diffusion model "
+            f"trained with right_shift={facts.right_shift}; set it to that"
         )

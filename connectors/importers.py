@@ -43,7 +43,7 @@ class HFImporter(io.ModelConnector):
         else:
             import_hf_checkpoint(
                 model,
-                _local_folder(Path(self)),
+                local_folder(Path(self)),
                 self._output_path,
                 overwrite=self._overwrite,
                 mask_init=self._mask_init,
@@ -63,17 +63,26 @@ class HFExporter(io.ModelConnector):
         raise RuntimeError("not a ModelOpt checkpoint")
 
 
-def _local_folder(source: Path) -> Path:
+def local_folder(source: Path) -> Path:
+    """A checkpoint's folder as it is; a name on the Hugging Face Hub is fetched.
+
+    Raises:
+        FileNotFoundError: where it can be neither.
+    """
     if source.is_dir() or source.is_absolute():
         return source
     from huggingface_hub import snapshot_download
 
+    others = ["*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.pth", "*.pt", "*/*"]
     try:
-        return Path(snapshot_download(str(source), ignore_patterns=["*.gguf", "*.onnx", "*.h5", "*.msgpack", "*/*"]))
+        folder = Path(snapshot_download(str(source), ignore_patterns=[*others, "*.bin"]))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(str(source), ignore_patterns=others))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"{source} is neither a folder nor could it be fetched from the Hugging Face Hub ({error})"
         ) from error
+    return folder
 
 
 for model_class in MODEL_CLASSES:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_dllm.collections.diffusion.attention.layers import have_transformer_engine
 from nemo_dllm.collections.diffusion.data.batch_sizes import check_batch_sizes
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
+from nemo_dllm.recipes.start import start_from
 
 
 def pretrain(
@@ -23,13 +24,20 @@ def pretrain(
     log: nl.NeMoLogger | None = None,
     resume: nl.AutoResume | None = None,
     optim: OptimizerModule | None = None,
+    init_from: str | None = None,
+    mask_init: str = "mean",
 ) -> Path:
-    """Pretrain a diffusion model; arguments and result as ``nemo.collections.llm.pretrain``.
+    """Pretrain a diffusion model; further arguments and result as ``nemo.collections.llm.pretrain``.
+
+    Args:
+        model, data, trainer, log, resume, optim: see there.
+        init_from, mask_init: what to start from, see :class:`StartFrom`; None is random weights.
 
     Raises:
         ValueError: where model, data and trainer do not fit together; names the fields, before anything is built.
     """
     check_settings(model, data, trainer)
+    resume = start_from(init_from, mask_init, resume, data)
     return llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
 
 
@@ -41,13 +49,20 @@ def finetune(
     resume: nl.AutoResume | None = None,
     optim: OptimizerModule | None = None,
     peft: PEFT | None = None,
+    init_from: str | None = None,
+    mask_init: str = "mean",
 ) -> Path:
-    """Fine-tune a diffusion model; arguments and result as ``nemo.collections.llm.finetune``.
+    """Fine-tune a diffusion model; further arguments and result as ``nemo.collections.llm.finetune``.
+
+    Args:
+        model, data, trainer, log, resume, optim, peft: see there.
+        init_from, mask_init: see :func:`pretrain`.
 
     Raises:
         ValueError: as :func:`pretrain`.
     """
     check_settings(model, data, trainer)
+    resume = start_from(init_from, mask_init, resume, data)
     return llm.finetune(
         model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim, peft=peft, tokenizer="data"
     )

@@ -1,0 +1,73 @@
+"""Where a training starts: random weights, a Hugging Face checkpoint or a NeMo checkpoint."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import lightning.pytorch as pl
+from nemo.lightning import AutoResume, RestoreConfig
+from nemo.utils import AppState
+
+from nemo_dllm.collections.diffusion.models.model import DiffusionModel
+from nemo_dllm.collections.diffusion.training.resume import ResumeLatest
+from nemo_dllm.connectors.adoption import adopt_import
+from nemo_dllm.connectors.companions import read_origin
+from nemo_dllm.connectors.importers import local_folder
+from nemo_dllm.connectors.start import HFWeights, adopt_hf_checkpoint
+
+# In the folder of a run.
+KEPT_FOLDER = "start"
+
+
+@dataclass(kw_only=True)
+class StartFrom(ResumeLatest):
+    """Goes on from the latest complete checkpoint of the run, and without one starts from other weights.
+
+    The model gets tokenizer, mask token and vocabulary of what it starts from, and so does the data where it was given
+    no tokenizer.
+
+    Args:
+        init_from: folder of a Hugging Face checkpoint, its name on the Hugging Face Hub (``hf://NAME``), or folder of a
+            NeMo checkpoint.
+        mask_init: of rows that the vocabulary grows by: ``mean``, ``random`` or ``zero``.
+        data: the run's data module.
+    """
+
+    init_from: str
+    mask_init: str = "mean"
+    data: pl.LightningDataModule | None = None
+
+    def setup(self, trainer, model=None) -> None:
+        """See :class:`ResumeLatest`.
+
+        Raises:
+            FileNotFoundError, ValueError: for ``init_from`` that is absent, damaged or another model's.
+        """
+        source = Path(self.init_from)
+        if (source / "context").is_dir():
+            self.restore_config = RestoreConfig(path=str(source))
+            if read_origin(source) is not None:
+                adopt_import(model, source)
+        else:
+            self._start_from_hf(trainer, model)
+        if model.tokenizer is not None and getattr(self.data.__io__, "tokenizer", None) is None:
+            self.data.tokenizer = model.tokenizer
+        super().setup(trainer, model)
+
+    def _start_from_hf(self, trainer: pl.Trainer, model: DiffusionModel) -> None:
+        resumes = self.resume_from_path or (self.resume_if_exists and self._find_trainer_ckpt_path())
+        source = Path(self.init_from.removeprefix("hf://"))
+        if not resumes or source.exists():
+            source = local_folder(source)
+        adopt_hf_checkpoint(model, source, Path(AppState().log_dir) / KEPT_FOLDER)
+        if not resumes:
+            trainer.callbacks.append(HFWeights(source, self.mask_init))
+
+
+def start_from(
+    init_from: str | None, mask_init: str, resume: AutoResume | None, data: pl.LightningDataModule
+) -> AutoResume | None:
+    """The resume object of a run that starts from ``init_from``, see :class:`StartFrom`; ``resume`` for None."""
+    if init_from is None:
+        return resume
+    settings = {} if resume is None else {field.name: getattr(resume, field.name) for field in fields(resume)}
+    return StartFrom(**settings, init_from=str(init_from), mask_init=mask_init, data=data)

@@ -1,0 +1,126 @@
+"""Training from a Hugging Face folder is training from its import, without the import."""
+
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.nemo
+
+MODELS = Path(__file__).parents[1] / "golden" / "models"
+TABLE = "model.embed_tokens.weight"
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """An autoregressive checkpoint without room for a mask token."""
+    folder = shutil.copytree(MODELS / "qwen3_tied", tmp_path_factory.mktemp("source") / "source")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[TABLE] = tensors[TABLE][:196].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 196}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def imported(source, tmp_path_factory, single_process):
+    from nemo_dllm.collections.diffusion.models.a2d import A2DModel
+    from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+    from nemo_dllm.connectors.config import hf_to_nemo_config
+    from nemo_dllm.connectors.hf_import import import_hf_checkpoint
+
+    model = A2DModel(hf_to_nemo_config(source), MaskedDiffusion())
+    return import_hf_checkpoint(model, source, tmp_path_factory.mktemp("imported") / "nemo")
+
+
+@pytest.fixture(scope="module")
+def forks():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["nemo_dllm.recipes.tasks", "nemo_dllm.collections.diffusion.data.mock_datamodule"])
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUDA_VISIBLE_DEVICES", "")
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+@pytest.fixture(scope="module")
+def train(forks, source, tmp_path_factory):
+    """What each rank keeps of a training from ``init_from``, and its folder."""
+    script = Path(__file__).with_name("start_jobs.py")
+
+    def run(init_from, ranks=1, layout=None, precision="32", steps=STEPS, folder=None, save=False):
+        folder = folder or tmp_path_factory.mktemp("run")
+        job = {
+            "folder": folder,
+            "ranks": ranks,
+            "source": source if source.exists() else init_from,
+            "init_from": init_from,
+            "layout": layout or {},
+            "precision": precision,
+            "steps": steps,
+            "save": save,
+        }
+        processes = [
+            forks.Process(target=runpy.run_path, args=(str(script), {"job": job | {"rank": rank}}, "__main__"))
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout=200)
+            if process.is_alive():
+                process.kill()
+        assert [process.exitcode for process in processes] == [0] * ranks
+        return [torch.load(folder / f"kept{steps}.{rank}") for rank in range(ranks)], folder
+
+    return run
+
+
+def assert_equal(left, right):
+    assert torch.equal(left["losses"], right["losses"])
+    assert left["weights"].keys() == right["weights"].keys()
+    assert all(torch.equal(left["weights"][name], right["weights"][name]) for name in left["weights"])
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16-mixed"])
+def test_from_the_folder_is_from_its_import_bit_for_bit(train, source, imported, precision):
+    (folder,), _ = train(source, precision=precision)
+    (from_import,), _ = train(imported, precision=precision)
+    assert_equal(folder, from_import)
+    assert (folder["vocab_size"], folder["mask_token_id"]) == (197, 196)
+
+
+@pytest.mark.parametrize("layout", [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}])
+def test_every_layout_starts_from_the_same_weights(train, source, imported, layout):
+    alone, _ = train(source)
+    ranks, _ = train(source, ranks=2, layout=layout)
+    torch.testing.assert_close(ranks[-1]["losses"], alone[0]["losses"], rtol=1e-5, atol=0)
+    for rank, from_import in zip(ranks, train(imported, ranks=2, layout=layout)[0], strict=True):
+        assert_equal(rank, from_import)
+
+
+def test_a_run_goes_on_from_its_own_checkpoint_and_exports(train, source, tmp_path):
+    """The second process finds neither the folder nor anything but what the run kept."""
+    (straight,), _ = train(source, steps=2 * STEPS)
+    gone = shutil.copytree(source, tmp_path / "gone")
+    _, folder = train(gone, save=True)
+    shutil.rmtree(gone)
+    (resumed,), _ = train(gone, steps=2 * STEPS, folder=folder, save=True)
+    assert torch.equal(resumed["losses"], straight["losses"][STEPS:])
+
+    from nemo_dllm.collections.diffusion.training.resume import latest_checkpoint
+    from nemo_dllm.connectors.hf_export import export_hf_checkpoint
+
+    last = latest_checkpoint(folder / "log" / "run" / "checkpoints")
+    exported = export_hf_checkpoint(last, tmp_path / "exported")
+    config = json.loads((exported / "config.json").read_text())
+    assert (config["vocab_size"], config["mask_token_id"], config["model_type"]) == (197, 196, "a2d-qwen3")
+    assert "<|mask|>" in (exported / "tokenizer.json").read_text()
