@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nemo.utils import logging
 
 from nemo_dllm.connectors.checkpoint_files import GENERATION_CONFIG_FILE, HFCheckpoint
 from nemo_dllm.connectors.config_table import dtype_name, hf_dtype
 from nemo_dllm.connectors.families import find_family
+from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.mask_token import MaskToken, find_mask_token
 from nemo_dllm.connectors.revision import revision_of
 from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
@@ -30,7 +32,7 @@ class CheckpointFacts:
         dtype: of the weights, as config.json spells it.
         attention: ``causal``, ``bidirectional`` or ``block_causal``: how its own class attends.
         right_shift: whether the logits at position i - 1 predict token i, read as a diffusion model.
-        block_size: tokens per block, where config.json names it.
+        block_size: tokens per block, from config.json or else the family's; None where there are no blocks.
         mask_token_id: from config.json, generation_config.json, the tokenizer, or the family's mask token added to the
             tokenizer; None where there is none. See :func:`find_mask_token`.
         mask_token_added: whether no file of the checkpoint has it.
@@ -79,11 +81,21 @@ def read_facts(hf_path: str | Path) -> CheckpointFacts:
         dtype=dtype_name(weights_dtype(checkpoint)),
         attention=family.hf_class(hf).attention,
         right_shift=hf.get(RIGHT_SHIFT_FIELD, family.right_shift),
-        block_size=hf.get("block_size"),
+        block_size=_block_size(checkpoint, family),
         mask_token_id=mask_token.id,
         mask_token_added=mask_token.added,
         special_token_ids=special_token_ids,
     )
+
+
+def _block_size(checkpoint: HFCheckpoint, family: Family) -> int | None:
+    named = checkpoint.config.get("block_size")
+    if named is None and family.block_size is not None:
+        logging.info(
+            f"{checkpoint.path}: config.json names no block_size; that of family {family.name} is used, "
+            f"{family.block_size}; set block_size there if the model was trained with another"
+        )
+    return family.block_size if named is None else named
 
 
 def checkpoint_mask_token(checkpoint: HFCheckpoint, tokenizer) -> MaskToken:
