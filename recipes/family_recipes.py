@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import nemo_run as run
-from nemo import lightning as nl
 from nemo.collections import llm
 
 from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
@@ -131,7 +130,7 @@ def family_recipe(
         task: a key of ``TASKS``.
         name: of the run.
         dir: folder of the run's folder.
-        init_from: folder of the NeMo checkpoint to start from, as ``nemo llm import`` or an earlier run made it.
+        init_from: what to start from, see ``recipes.start.StartFrom``.
 
     Raises:
         ValueError: for a size, kind or task that there is not, listing those there are.
@@ -166,8 +165,7 @@ def family_recipe(
         layout=facts.layout,
         dir=dir,
     )
-    if init_from is not None:
-        recipe.resume.restore_config = run.Config(nl.RestoreConfig, path=init_from)
+    recipe.init_from = init_from
     return recipe
 
 
@@ -205,6 +203,7 @@ def _factory(family: RecipeFamily, size: str, kind: str, task: str, default_name
     Args:
         dir: folder of the run's folder.
         name: of the run.
-        init_from: folder of the NeMo checkpoint to start from; None starts from random weights.
+        init_from: folder of a Hugging Face checkpoint, its name on the Hub (hf://NAME), or folder of a NeMo checkpoint;
+            None starts from random weights.
     """
     return factory

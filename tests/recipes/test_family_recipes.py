@@ -204,11 +204,9 @@ def test_the_shift_is_the_family_s(recipes):
 def test_start_weights(family_recipes, recipes):
     from nemo_dllm.recipes.builder import RECIPES
 
-    assert recipes["qwen3_8b_a2d_finetune"].resume.restore_config is None
+    assert recipes["qwen3_8b_a2d_finetune"].init_from is None
     recipe = RECIPES["llama31_70b_mdlm_pretrain"](init_from="folder", name="mine")
-    assert recipe.resume.restore_config.path == "folder"
-    # What a run finds of its own wins over them.
-    assert recipe.resume.resume_from_path is None
+    assert recipe.init_from == "folder"
     assert recipe.log.name == "mine"
     # To go on takes a third of the rate, for a third as long or less.
     assert recipe.optim.config.lr == pytest.approx(recipes["llama31_70b_mdlm_pretrain"].optim.config.lr / 3)
