@@ -1,0 +1,270 @@
+"""Conversations as token ids, with the exact places of the assistant's words, whatever the chat template does.
+
+Where a template marks them (``{% generation %}``), its marks count. Elsewhere a turn's words are what changes when the
+turn is replaced by a character that no text has, checked against the words themselves.
+"""
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nemo_dllm.collections.diffusion.data.chat import Conversation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Changes whenever the same conversation and template would give other tokens or another mask.
+ENCODER_VERSION = "1"
+
+LOSS_TURNS = ("all", "last")
+
+# Of Unicode's private use area.
+_PROBE = "\ue000"
+_SPACE = re.compile(r"\s+")
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class EncodedChat(NamedTuple):
+    """A conversation as ids up to the end of its last answer.
+
+    ids: token ids.
+    answer: per id, True for the assistant's words and the token that ends its turn.
+    """
+
+    ids: list[int]
+    answer: list[bool]
+
+
+class Rendered(NamedTuple):
+    """A conversation as text, with the assistant's words as sorted spans of characters [start, stop)."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class ChatEncoder:
+    """Encodes conversations with a chat template.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        chat_template: Jinja text, or the path of a file with it; None takes the tokenizer's own. The empty text joins
+            prompt and answer as they stand, for conversations of two turns.
+        loss_turns: "all" of the assistant's turns are answers, or only the "last".
+        template_arguments: further variables of the template, e.g. {"enable_thinking": False}.
+
+    Raises:
+        ValueError: an argument is unknown, or the tokenizer has no template or no end token.
+        FileNotFoundError: `chat_template` is the path of a file that does not exist.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        chat_template: str | Path | None = None,
+        loss_turns: str = "all",
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        if loss_turns not in LOSS_TURNS:
+            raise ValueError(f"loss_turns={loss_turns!r} is unknown; known: {', '.join(LOSS_TURNS)}")
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no eos_token to end an answer with; set one")
+        self.tokenizer = tokenizer
+        self.loss_turns = loss_turns
+        self.template_arguments = dict(template_arguments or {})
+        self.chat_template = _read_template(tokenizer, chat_template)
+        # Not the added tokens that are ordinary text, such as those around thoughts and calls of tools.
+        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special_tokens = tuple({*added, *tokenizer.all_special_tokens})
+        longest_first = sorted(self._special_tokens, key=len, reverse=True)
+        # White space between the words and the token that ends the turn has to be generated too.
+        self._turn_end = re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest_first))})")
+
+    def encode(self, conversation: Conversation) -> EncodedChat:
+        """Encode up to the end of the last answer.
+
+        Raises:
+            ValueError: the place of the answers cannot be told exactly; says why.
+        """
+        if self.chat_template:
+            text, spans = self.render(conversation)
+        else:
+            text, spans = _join_plainly(conversation)
+        if self.loss_turns == "last":
+            spans = spans[-1:]
+        stop = spans[-1][1]
+        ids, answer = self._encode_spans(text[:stop], spans)
+        if not self.chat_template:
+            ids, answer = [*self._begin, *ids], [*(False for _ in self._begin), *answer]
+        elif self._ends_with_token(text[:stop]):
+            return EncodedChat(ids, answer)
+        return EncodedChat([*ids, self.tokenizer.eos_token_id], [*answer, True])
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """Text of the conversation, with a span per turn of the assistant, its end token included.
+
+        Raises:
+            ValueError: the spans cannot be told exactly.
+        """
+        if _MARKED.search(self.chat_template):
+            text, spans = self._render_marked(conversation)
+        else:
+            text = self._render(conversation)
+            spans = [self._turn_span(conversation, turn, text) for turn in conversation.assistant_turns()]
+        return Rendered(text, [(start, self._include_turn_end(text, stop)) for start, stop in spans])
+
+    def _render(self, conversation: Conversation, **arguments: Any) -> str:
+        return self._render_template(conversation, **arguments)[0][0]
+
+    def _render_template(self, conversation: Conversation, **arguments: Any) -> tuple[list[str], list]:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            return render_jinja_template(
+                conversations=[conversation.messages],
+                tools=conversation.tools,
+                chat_template=self.chat_template,
+                **{**self.tokenizer.special_tokens_map, **self.template_arguments, **arguments},
+            )
+        except (TemplateError, TypeError, KeyError) as error:
+            raise ValueError(f"the chat template fails: {error}") from error
+
+    def _render_marked(self, conversation: Conversation) -> Rendered:
+        rendered, indices = self._render_template(conversation, return_assistant_tokens_mask=True)
+        spans: list[tuple[int, int]] = []
+        for start, stop in indices[0]:
+            if spans and spans[-1][1] == start:
+                start = spans.pop()[0]
+            if stop > start:
+                spans.append((start, stop))
+        num_turns = len(conversation.assistant_turns())
+        if len(spans) != num_turns:
+            raise ValueError(f"the chat template marks {len(spans)} generations in {num_turns} turns of the assistant")
+        return Rendered(rendered[0], spans)
+
+    def _turn_span(self, conversation: Conversation, turn: int, text: str) -> tuple[int, int]:
+        """Characters of `text` that are the words of one turn."""
+        message = conversation.messages[turn]
+        probe = {"role": message["role"], "content": _PROBE}
+        messages = [*conversation.messages[:turn], probe, *conversation.messages[turn + 1 :]]
+        before, *after = self._render(conversation._replace(messages=messages)).split(_PROBE)
+        if len(after) != 1:
+            raise ValueError(f"the chat template shows turn {turn} {len(after)} times")
+        inserted = self._inserted_after_header(before)
+        start, stop = len(before) - len(inserted), len(text) - len(after[0])
+        if start > stop or text[:start] != before[:start] or text[stop:] != after[0]:
+            raise ValueError(
+                f"the chat template renders the rest of the conversation otherwise because of turn {turn}; "
+                "mark the answers in it with {% generation %}"
+            )
+        if text.startswith(inserted, start) and _are_words_of(text[start + len(inserted) : stop], message):
+            return start + len(inserted), stop
+        if _are_words_of(text[start:stop], message):
+            return start, stop
+        raise ValueError(
+            f"the chat template makes {text[start:stop][:40]!r} of turn {turn}; mark the answers in it with "
+            "{% generation %}"
+        )
+
+    def _inserted_after_header(self, before: str) -> str:
+        """What the template itself puts between the prompt for generation and the words, such as empty thoughts."""
+        at = before.rfind(self._generation_header)
+        inserted = before[at + len(self._generation_header) :]
+        holds_turns = any(token in inserted for token in self._special_tokens if token in self._generation_header)
+        return "" if at < 0 or holds_turns or not self._generation_header else inserted
+
+    @functools.cached_property
+    def _generation_header(self) -> str:
+        """The prompt for a turn of the assistant, without what `template_arguments` add; empty if there is none."""
+        question = Conversation([{"role": "user", "content": "?"}])
+        encoder = ChatEncoder(self.tokenizer, self.chat_template)
+        try:
+            plain, prompt = encoder._render(question), encoder._render(question, add_generation_prompt=True)
+        except ValueError:  # a template that needs more than a question
+            return ""
+        return prompt.removeprefix(plain) if prompt.startswith(plain) else ""
+
+    @functools.cached_property
+    def _begin(self) -> list[int]:
+        """The begin token, where the tokenizer puts one before a text."""
+        bos = self.tokenizer.bos_token_id
+        return [bos] if bos is not None and self.tokenizer("?")["input_ids"][0] == bos else []
+
+    def _include_turn_end(self, text: str, stop: int) -> int:
+        match = self._turn_end.match(text, stop)
+        return match.end() if match and not self._ends_with_token(text[:stop]) else stop
+
+    def _ends_with_token(self, text: str) -> bool:
+        return text.rstrip().endswith(self._special_tokens)
+
+    def _encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> EncodedChat:
+        """Ids of the text with a border wherever an answer begins or ends."""
+        borders = sorted({0, len(text), *(border for span in spans for border in span)})
+        starts = {start for start, _ in spans}
+        pieces = [(text[start:stop], start in starts) for start, stop in zip(borders, borders[1:], strict=False)]
+        *encoded, whole = self.tokenizer(
+            [*(piece for piece, _ in pieces), text],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            verbose=False,
+        )["input_ids"]
+        ids = [token for piece in encoded for token in piece]
+        answer = [is_answer for piece, (_, is_answer) in zip(encoded, pieces, strict=True) for _ in piece]
+        # Generation goes on from the prompt's own tokens, so where a token would reach across a border, both sides are
+        # encoded apart, as long as this does not change the text (a tokenizer may put a space before each piece).
+        if ids == whole or self.tokenizer.decode(ids) == self.tokenizer.decode(whole):
+            return EncodedChat(ids, answer)
+        return EncodedChat(whole, self._answer_by_offsets(text, spans))
+
+    def _answer_by_offsets(self, text: str, spans: Sequence[tuple[int, int]]) -> list[bool]:
+        if not self.tokenizer.is_fast:
+            raise ValueError("the tokenizer changes the text at the border of an answer; use a fast tokenizer")
+        offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        answer = []
+        for start, stop in offsets["offset_mapping"]:
+            words = [at for at in range(start, stop) if not text[at].isspace()] or [start]
+            inside = {any(first <= at < last for first, last in spans) for at in words}
+            if len(inside) > 1:
+                raise ValueError(f"the token {text[start:stop]!r} reaches from a prompt into an answer")
+            answer.append(inside == {True})
+        return answer
+
+
+def _read_template(tokenizer: "PreTrainedTokenizerBase", chat_template: str | Path | None) -> str:
+    if chat_template == "":
+        return ""
+    # A template of one line without any braces can only be meant as a path.
+    if isinstance(chat_template, Path) or (chat_template and "{" not in chat_template):
+        if not Path(chat_template).is_file():
+            raise FileNotFoundError(f"chat_template='{chat_template}' is neither a file nor a Jinja template")
+        chat_template = Path(chat_template).read_text()
+    if chat_template is None and tokenizer.chat_template is None:
+        raise ValueError(
+            "the tokenizer has no chat template; pass chat_template (Jinja text or a file), or chat_template='' to "
+            "join prompt and answer as they stand"
+        )
+    return tokenizer.get_chat_template(chat_template)
+
+
+def _join_plainly(conversation: Conversation) -> Rendered:
+    roles = [message["role"] for message in conversation.messages]
+    if roles != ["user", "assistant"]:
+        raise ValueError(f"chat_template='' joins a prompt and an answer, but the turns are {', '.join(roles)}")
+    prompt, answer = (message["content"] for message in conversation.messages)
+    return Rendered(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
+
+
+def _are_words_of(shown: str, message: Mapping[str, Any]) -> bool:
+    """Whether the template shows the message itself: whole or without its beginning (thoughts), spaced as it likes.
+
+    Calls of tools and thoughts in a field of their own are rendered by the template, around the words.
+    """
+    shown, content = (_SPACE.sub("", words) for words in (shown, message["content"]))
+    thoughts = _SPACE.sub("", message.get("reasoning_content") or "")
+    if message.get("tool_calls"):
+        return bool(shown) and content in shown
+    if thoughts and thoughts in shown:
+        return shown.endswith(content)
+    return bool(shown) and content.endswith(shown)
