@@ -326,3 +326,10 @@ def test_mock_tokenizer(datamodule):
     assert tokenizer.text_to_ids("7 12 0") == [7, 12, 0]
     assert tokenizer.ids_to_text(torch.tensor([7, 12, 0])) == "7 12 0"
     assert datamodule.MockDataModule(tokenizer=tokenizer).vocab_size == 50
+
+
+@pytest.mark.parametrize("boundaries", [None, False, True])
+def test_document_boundaries_reach_both_datasets(text_data, boundaries):
+    data = text_data(document_boundaries=boundaries)
+    samples = [data.training_dataset(20)[3], data.validation_dataset()[0]]
+    assert [("document_ids" in sample) for sample in samples] == [bool(boundaries)] * 2

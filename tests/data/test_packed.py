@@ -24,7 +24,7 @@ def tokenizer(tmp_path_factory):
 
 
 def rows_of(dataset, indices):
-    return [int(dataset[i]["tokens"][0]) // dataset.sequence_length for i in indices]
+    return [int(dataset[i]["tokens"][0]) // dataset.rows.sequence_length for i in indices]
 
 
 def test_each_document_is_followed_by_end_of_text(tokenizer):
@@ -188,3 +188,31 @@ def test_text_shorter_than_a_row_is_an_error():
         PackedTextDataset(STREAM, 44, 5, seed=0)
     with pytest.raises(ValueError, match="the validation text has 43 tokens.*seq_length=44; .*seq_length=43 at most"):
         ValidationDataset(STREAM, 44)
+
+
+def test_documents_of_a_row_are_told_apart():
+    """Documents of 3, 5 and 1 tokens and a last one, in rows of four; the second row begins inside the second."""
+    ends = np.array([3, 8, 9, len(STREAM)])
+    for dataset in (
+        PackedTextDataset(STREAM, 4, 40, seed=0, shuffle=False, document_ends=ends),
+        ValidationDataset(STREAM, 4, document_ends=ends),
+    ):
+        ids = [dataset[row]["document_ids"].tolist() for row in range(4)]
+        assert ids == [[0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]]
+        assert dataset[0]["document_ids"].dtype == torch.int64
+
+
+def test_document_ids_follow_the_shuffled_row():
+    ends = np.cumsum([3] * 15)
+    dataset = PackedTextDataset(STREAM, 4, 40, seed=3, document_ends=ends)
+    for index in range(12):
+        sample = dataset[index]
+        documents_L = sample["tokens"] // 3  # the stream counts from 0
+        assert torch.equal(sample["document_ids"], documents_L - documents_L[0])
+
+
+def test_encoded_documents_end_with_their_end_of_text_token(tokenizer):
+    stream = encode_documents(["abc", "d", "ef"], tokenizer)
+    dataset = ValidationDataset(stream.tokens, 9, document_ends=stream.document_ends)
+    assert dataset[0]["tokens"].tolist() == [97, 98, 99, EOS_ID, 100, EOS_ID, 101, 102, EOS_ID]
+    assert dataset[0]["document_ids"].tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 2]

@@ -43,6 +43,9 @@ class TextDataModule(DiffusionDataModule):
         validation_fraction: expected share of documents for validation, in (0, 1).
         num_val_rows: validation rows in use; None uses all.
         seed: of the order of the training rows; non-negative.
+        document_boundaries: True tells the documents of a row apart: positions, attention and blocks begin anew with
+            each. False takes a row for one text. None is False, and block diffusion refuses it: whether its blocks may
+            span documents should be a decision.
         cache_dir: None uses a folder in NeMo's dataset cache.
         seq_length, micro_batch_size, global_batch_size, num_workers, output_log: see `DiffusionDataModule`.
 
@@ -66,6 +69,7 @@ class TextDataModule(DiffusionDataModule):
         num_workers: int | None = None,
         cache_dir: str | Path | None = None,
         output_log: bool = True,
+        document_boundaries: bool | None = None,
     ) -> None:
         super().__init__(seq_length, micro_batch_size, global_batch_size, num_workers, output_log)
         if num_val_rows is not None and num_val_rows < 1:
@@ -79,6 +83,7 @@ class TextDataModule(DiffusionDataModule):
         self.validation_fraction = validation_fraction
         self.num_val_rows = num_val_rows
         self.seed = seed
+        self.document_boundaries = document_boundaries
         self.cache_dir = Path(cache_dir) if cache_dir else NEMO_DATASETS_CACHE / "diffusion_text"
         self.tokenizer = tokenizer
         self._texts: tuple[list[str], list[str]] | None = None
@@ -123,12 +128,22 @@ class TextDataModule(DiffusionDataModule):
 
     def training_dataset(self, num_samples: int) -> PackedTextDataset:
         """The first `num_samples` samples in consumption order."""
-        return PackedTextDataset(self._train_tokens.tokens, self.seq_length, num_samples, self.seed)
+        return PackedTextDataset(
+            self._train_tokens.tokens,
+            self.seq_length,
+            num_samples,
+            self.seed,
+            document_ends=self._train_tokens.document_ends if self.document_boundaries else None,
+        )
 
     def validation_dataset(self) -> ValidationDataset:
         """The validation rows, filled up to a multiple of the global batch size by rows that do not count."""
         return ValidationDataset(
-            self._validation_tokens.tokens, self.seq_length, self.num_val_rows, multiple_of=self.global_batch_size
+            self._validation_tokens.tokens,
+            self.seq_length,
+            self.num_val_rows,
+            multiple_of=self.global_batch_size,
+            document_ends=self._validation_tokens.document_ends if self.document_boundaries else None,
         )
 
     def unigram_bits_per_byte(self) -> float:

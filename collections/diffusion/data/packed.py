@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from nemo_dllm.collections.diffusion.data.cache import cached_folder, content_key
-from nemo_dllm.collections.diffusion.data.samples import check_index, clean_sample
+from nemo_dllm.collections.diffusion.data.samples import check_index, clean_sample, document_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,6 +95,7 @@ class PackedTextDataset(Dataset):
         num_samples: length of the dataset, across epochs.
         seed: of the order; non-negative.
         shuffle: False reads the rows in stream order in every epoch.
+        document_ends: see `PackedTokens`; samples then have `document_ids` as well. None: a row is one text.
 
     Raises:
         ValueError: the stream is shorter than one row.
@@ -102,11 +103,16 @@ class PackedTextDataset(Dataset):
     """
 
     def __init__(
-        self, tokens: np.ndarray, sequence_length: int, num_samples: int, seed: int, shuffle: bool = True
+        self,
+        tokens: np.ndarray,
+        sequence_length: int,
+        num_samples: int,
+        seed: int,
+        shuffle: bool = True,
+        document_ends: np.ndarray | None = None,
     ) -> None:
-        self.num_rows = _count_rows(tokens, sequence_length, "training")
-        self.tokens = tokens
-        self.sequence_length = sequence_length
+        self.rows = _Rows(tokens, sequence_length, document_ends, "training")
+        self.num_rows = len(self.rows)
         self.num_samples = num_samples
         self.seed = seed
         self.shuffle = shuffle
@@ -120,7 +126,7 @@ class PackedTextDataset(Dataset):
         check_index(index, self.num_samples)
         epoch, position = divmod(int(index), self.num_rows)
         row = int(self._epoch_order(epoch)[position]) if self.shuffle else position
-        return clean_sample(_row(self.tokens, self.sequence_length, row), index)
+        return self.rows.sample(row, index)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:
@@ -139,6 +145,7 @@ class ValidationDataset(Dataset):
         sequence_length: L.
         num_rows: how many rows from the start to use; None, or more than there are, uses all.
         multiple_of: the global batch size.
+        document_ends: as in `PackedTextDataset`.
 
     Raises:
         ValueError: the stream is shorter than one row.
@@ -146,12 +153,15 @@ class ValidationDataset(Dataset):
     """
 
     def __init__(
-        self, tokens: np.ndarray, sequence_length: int, num_rows: int | None = None, multiple_of: int = 1
+        self,
+        tokens: np.ndarray,
+        sequence_length: int,
+        num_rows: int | None = None,
+        multiple_of: int = 1,
+        document_ends: np.ndarray | None = None,
     ) -> None:
-        available = _count_rows(tokens, sequence_length, "validation")
-        self.num_rows = available if num_rows is None else min(num_rows, available)
-        self.tokens = tokens
-        self.sequence_length = sequence_length
+        self.rows = _Rows(tokens, sequence_length, document_ends, "validation")
+        self.num_rows = len(self.rows) if num_rows is None else min(num_rows, len(self.rows))
         self.num_samples = -(-self.num_rows // multiple_of) * multiple_of
 
     def __len__(self) -> int:
@@ -159,9 +169,31 @@ class ValidationDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         check_index(index, self.num_samples)
-        sample = clean_sample(_row(self.tokens, self.sequence_length, index % self.num_rows), index)
+        sample = self.rows.sample(index % self.num_rows, index)
         if index >= self.num_rows:
-            sample["loss_mask"] = torch.zeros(self.sequence_length, dtype=torch.bool)
+            sample["loss_mask"] = torch.zeros_like(sample["loss_mask"])
+        return sample
+
+
+class _Rows:
+    """The full rows of a token stream."""
+
+    def __init__(self, tokens: np.ndarray, sequence_length: int, document_ends: np.ndarray | None, split: str) -> None:
+        if len(tokens) < sequence_length:
+            raise ValueError(
+                f"the {split} text has {len(tokens)} tokens, too few for one sequence of seq_length={sequence_length}; "
+                f"use a longer text or seq_length={len(tokens)} at most"
+            )
+        self.tokens, self.sequence_length, self.document_ends = tokens, sequence_length, document_ends
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.sequence_length
+
+    def sample(self, row: int, index: int) -> dict[str, torch.Tensor]:
+        start = row * self.sequence_length
+        sample = clean_sample(self.tokens[start : start + self.sequence_length], index)
+        if self.document_ends is not None:
+            sample["document_ids"] = document_ids(self.document_ends, start, self.sequence_length)
         return sample
 
 
@@ -176,16 +208,3 @@ def _tokenizer_content(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
         tokenizer.save_pretrained(folder)
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
         return [content for file in files for content in (file.name.encode(), file.read_bytes())]
-
-
-def _count_rows(tokens: np.ndarray, sequence_length: int, split: str) -> int:
-    if len(tokens) < sequence_length:
-        raise ValueError(
-            f"the {split} text has {len(tokens)} tokens, too few for one sequence of seq_length={sequence_length}; "
-            f"use a longer text or seq_length={len(tokens)} at most"
-        )
-    return len(tokens) // sequence_length
-
-
-def _row(tokens: np.ndarray, sequence_length: int, row: int) -> np.ndarray:
-    return tokens[row * sequence_length : (row + 1) * sequence_length]

@@ -14,13 +14,28 @@ def clean_sample(tokens_L: np.ndarray, index: int) -> dict[str, torch.Tensor]:
 
     Returns:
         `tokens` int64 [L], clean ids; `loss_mask` bool [L], True where a token may be masked and counts;
-        `sample_index` int64 scalar. Datasets with padding add `key_mask` bool [L], True at real tokens.
+        `sample_index` int64 scalar. Datasets with padding add `key_mask` bool [L], True at real tokens; datasets that
+        tell the documents of a row apart add `document_ids` int64 [L].
     """
     return {
         "tokens": torch.from_numpy(tokens_L.astype(np.int64)),
         "loss_mask": torch.ones(len(tokens_L), dtype=torch.bool),
         "sample_index": torch.tensor(index, dtype=torch.int64),
     }
+
+
+def document_ids(document_ends: np.ndarray, start: int, length: int) -> torch.Tensor:
+    """Number the documents of a row of a stream from 0: int64 [length].
+
+    A document that began before the row counts as one of its documents.
+
+    Args:
+        document_ends: [num_documents] sorted; the stream position after each document's last token.
+        start: stream position of the row's first token.
+        length: tokens of the row.
+    """
+    ids_L = np.searchsorted(document_ends, np.arange(start, start + length), side="right")
+    return torch.from_numpy(ids_L - ids_L[0])
 
 
 def check_index(index: int, num_samples: int) -> None:
