@@ -52,11 +52,6 @@ class DiffusionModel(GPTModel):
         self.attention_backend = attention_backend
         # Any split of a global batch into micro-batches and ranks then gives the same gradient.
         config.calculate_per_token_loss = True
-        if objective.block_size is not None or objective.views > 1:
-            # Pipeline stages exchange more positions or rows than the data module's samples have.
-            config.variable_seq_lengths = True
-            if config.moe_token_dispatcher_type == "allgather":  # Megatron refuses it, for dense models too.
-                config.moe_token_dispatcher_type = "alltoall"
 
     def configure_model(self, vp_stage: int | None = None) -> None:
         """Build this rank's part of the model."""
@@ -79,6 +74,10 @@ class DiffusionModel(GPTModel):
         super().configure_model(vp_stage)
         config.vocab_size = named
         DiffusionCore.adopt(self.module, logical_vocab_size=logical)
+        if config.pipeline_model_parallel_size > 1 and (self.objective.block_size or self.objective.views > 1):
+            # Stages exchange more positions or rows than the data module's samples have. Set here, because Megatron's
+            # check of the config thinks of lengths that differ between ranks, which some expert dispatchers refuse.
+            config.variable_seq_lengths = True
         if self._trainer is not None:
             _accumulate_weight_gradients_in_place(self.module)
 
