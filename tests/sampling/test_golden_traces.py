@@ -4,6 +4,7 @@ Shape letters: B rows, T positions, S recorded canvases (one before the first st
 """
 
 import json
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
@@ -76,13 +77,7 @@ def row_offsets(case, kind, block_size):
     return [max(lengths) - length for length in lengths] if kind == "dream" else [0] * len(lengths)
 
 
-@pytest.mark.parametrize("file, name", CASES, ids=[f"{file.split('.')[0]}-{name}" for file, name in CASES])
-def test_every_canvas_is_the_recorded_one(tiny_decoder, file, name):
-    case, kind = TRACES[file][name], file.split("_")[0]
-    history_SBT = load_file(GOLDEN / file)[f"{name}.history"]
-    model = tiny_decoder(case["model"])
-    config = settings(case, kind)
-    steps = list(our_steps(model, case, config))
+def assert_recorded(steps, case, kind, config, history_SBT):
     assert len(steps) == len(history_SBT) - 1
     offsets = row_offsets(case, kind, config.block_size)
     for step, recorded_BT in zip(steps, history_SBT[1:], strict=True):
@@ -93,3 +88,64 @@ def test_every_canvas_is_the_recorded_one(tiny_decoder, file, name):
             # Blocks that dllm had not reached are not on its canvas.
             recorded_T = recorded_T[recorded_T != -1]
             assert step.tokens_BT[row, : len(recorded_T)].tolist() == recorded_T.tolist(), step.step
+
+
+@pytest.mark.parametrize("file, name", CASES, ids=[f"{file.split('.')[0]}-{name}" for file, name in CASES])
+def test_every_canvas_is_the_recorded_one(tiny_decoder, file, name):
+    case, kind = TRACES[file][name], file.split("_")[0]
+    config = settings(case, kind)
+    steps = list(our_steps(tiny_decoder(case["model"]), case, config))
+    assert_recorded(steps, case, kind, config, load_file(GOLDEN / file)[f"{name}.history"])
+
+
+@pytest.mark.parametrize(
+    "name, quirk",
+    [
+        ("mdlm-predicts_mask", "mask_token_allowed"),
+        ("bd3lm-predicts_mask", "mask_token_allowed"),
+        ("mdlm-mask_in_prompt", "stray_masks_compete"),
+        ("mdlm-begin_suppress", "begin_suppress_by_confidence"),
+        ("mdlm-begin_suppress", "topk_ties"),
+        ("bd3lm-pad_in_prompt", "pad_ids_are_padding"),
+        ("bd3lm-eos_stop", "stop_after_block"),
+        ("mdlm-gumbel", "global_noise"),
+        ("mdlm-random_remasking", "global_noise"),
+        ("bd3lm-random_remasking", "global_noise"),
+        ("mdlm-infill_batch", "lockstep"),
+    ],
+)
+def test_every_quirk_is_needed(tiny_decoder, name, quirk):
+    kind, name = name.split("-")
+    file = f"{kind}_a2d_qwen3.safetensors"
+    case = TRACES[file][name]
+    config = settings(case, kind)
+    config = replace(config, quirks=replace(config.quirks, **{quirk: False}), seed=0)
+    steps = list(our_steps(tiny_decoder(case["model"]), case, config))
+    with pytest.raises(AssertionError):
+        assert_recorded(steps, case, kind, config, load_file(GOLDEN / file)[f"{name}.history"])
+
+
+@pytest.mark.parametrize(
+    "file, name, changed",
+    [
+        ("mdlm_a2d_qwen3", "blocks", {"block_size": 8}),
+        ("mdlm_a2d_qwen3", "cosine", {"schedule": "linear"}),
+        ("mdlm_llada", "cfg", {"cfg_scale": 2.5}),
+        ("mdlm_a2d_qwen3", "cfg_batch_keep", {"cfg_keep_token_ids": ()}),
+        ("mdlm_a2d_qwen3", "right_shift", {"right_shift": False}),
+        ("mdlm_a2d_qwen3", "suppress", {"suppress_token_ids": ()}),
+        ("bd3lm_a2d_qwen3", "prompt_not_multiple", {"block_origin": "sequence"}),
+        ("bd3lm_sdar", "right_shift", {"right_shift": False}),
+        ("llada2_llada2_moe", "steps3", {"schedule": "linear"}),
+        ("llada2_llada2_moe", "batch_threshold", {"threshold": 0.05}),
+        ("dream_dream", "entropy", {"remasking": "confidence"}),
+        ("dream_dream", "margin", {"remasking": "confidence"}),
+        ("dream_dream", "maskgit", {"right_shift": False}),
+    ],
+)
+def test_other_settings_give_other_canvases(tiny_decoder, file, name, changed):
+    case, kind = TRACES[f"{file}.safetensors"][name], file.split("_")[0]
+    config = replace(settings(case, kind), **changed)
+    steps = list(our_steps(tiny_decoder(case["model"]), case, config))
+    with pytest.raises(AssertionError):
+        assert_recorded(steps, case, kind, config, load_file(GOLDEN / f"{file}.safetensors")[f"{name}.history"])

@@ -92,7 +92,9 @@ class LoadedModel:
         return self._text_tokenizer().ids_to_text(token_ids)
 
     def sampler_config(self, **settings: Any) -> SamplerConfig:
-        """Sampler settings with what the checkpoint decides: shift, end token, and ids that stand for no text.
+        """Sampler settings with what the checkpoint decides: shift, start and end token, ids that stand for no text.
+
+        A start token is set where an empty prompt needs one, which is with the shift.
 
         Args:
             settings: further fields of ``SamplerConfig``.
@@ -101,6 +103,7 @@ class LoadedModel:
         num_texts = num_tokens if self.tokenizer is None else self.tokenizer.vocab_size
         return SamplerConfig(
             right_shift=self.right_shift,
+            bos_token_id=getattr(self.tokenizer, "bos_id", None) if self.right_shift else None,
             eos_token_id=getattr(self.tokenizer, "eos_id", None),
             suppress_token_ids=tuple(range(num_texts, num_tokens)),
             **settings,

@@ -1,0 +1,88 @@
+"""How many positions a step commits, and which. Shape letters: B rows, T canvas positions."""
+
+import pytest
+import torch
+
+from nemo_dllm.collections.diffusion.sampling import SamplerConfig
+from nemo_dllm.collections.diffusion.sampling.denoise import denoise
+from nemo_dllm.collections.diffusion.sampling.noise import RowNoise
+from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
+from nemo_dllm.collections.diffusion.sampling.selection import select_commits
+
+
+def select(probabilities, quota=1, candidates=None, noise=None, **fields):
+    """Positions committed in one row whose positions propose token 0 with these probabilities."""
+    given_NV = torch.tensor([[p, 1 - p] for p in probabilities])
+    proposed = Predictions(torch.zeros(len(probabilities), dtype=torch.int64), given_NV, noise)
+    scored_BT = torch.ones(1, len(probabilities), dtype=torch.bool)
+    candidates_BT = scored_BT if candidates is None else torch.tensor([candidates])
+    config = SamplerConfig(**fields)
+    return (
+        select_commits(proposed, scored_BT, candidates_BT, torch.tensor([quota]), config)[0]
+        .nonzero()
+        .flatten()
+        .tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    "factor, probabilities, committed",
+    [
+        # (n + 1)(1 - c) by place: 2 * 0.1, 3 * 0.2, 4 * 0.5.
+        (1.0, [0.8, 0.5, 0.9], [0, 2]),
+        (0.5, [0.8, 0.5, 0.9], [2]),
+        (0.1, [0.8, 0.5, 0.9], [2]),
+        (2.0, [0.8, 0.5, 0.9], [0, 1, 2]),
+        # The third place fails, so the fourth is out, though 5 * 0 is little.
+        (1.0, [0.95, 0.2, 0.9, 0.15], [0, 2]),
+        # Equal confidences: 2 * 0.25, 3 * 0.25 and 4 * 0.25 are in, 5 * 0.25 is not.
+        (1.0, [0.75, 0.75, 0.75, 0.75], [0, 1, 2]),
+        # The last place fails on its own: it stays.
+        (1.0, [0.9, 0.5], [0]),
+    ],
+)
+def test_factor_by_hand(factor, probabilities, committed):
+    assert select(probabilities, factor=factor) == committed
+
+
+def test_positions_that_are_no_candidates_take_no_place():
+    assert select([0.99, 0.8, 0.9], candidates=[False, True, True], factor=1.0) == [1, 2]
+    assert select([0.99, 0.8, 0.9], candidates=[False, True, True], threshold=0.0) == [1, 2]
+    assert select([0.99, 0.8, 0.9], candidates=[False, True, False], quota=3) == [1]
+
+
+def test_with_steps_a_threshold_commits_at_least_the_schedule():
+    assert select([0.9, 0.2, 0.3], quota=2, threshold=0.8) == [0, 2]
+    assert select([0.9, 0.85, 0.95], quota=2, threshold=0.8) == [0, 1, 2]
+    assert select([0.9, 0.2, 0.3], quota=2, factor=1.0) == [0, 2]
+
+
+def test_one_is_committed_whatever_the_bound():
+    assert select([0.1, 0.2], threshold=1.5) == [1]
+    assert select([0.1, 0.2], factor=1e-6) == [1]
+    assert select([0.1, 0.2], quota=0, factor=1e-6) == []
+
+
+def test_order_at_a_temperature_follows_the_scores():
+    draws = torch.zeros(3)
+    noise = RowNoise(0, [0], torch.device("cpu"))
+    row_BT = torch.ones(1, 3, dtype=torch.bool)
+    for _ in range(6000):
+        chosen = select([0.5, 0.1, 0.3], noise=lambda: noise.uniform(row_BT), remasking_temperature=0.25)
+        draws[chosen] += 1
+    expected = (torch.tensor([0.5, 0.1, 0.3]) / 0.25).softmax(dim=0) * 6000
+    assert ((draws - expected) ** 2 / expected).sum() < 18.4  # 2 degrees of freedom, 1 in 10,000
+
+
+def test_tempered_confidence_loses_the_order(table_model):
+    """Probabilities of 1 everywhere at a low temperature: the leftmost position goes first, not the surest."""
+
+    def first_commit(**fields):
+        model = table_model({**{i: {1: 0.6} for i in range(5)}, 5: {2: 0.99}})
+        canvas_BT = torch.zeros(1, 6, dtype=torch.int64)
+        config = SamplerConfig(temperature=0.02, top_p=0.9, seed=0, **fields)
+        step = next(denoise(model, canvas_BT, torch.ones(1, 6, dtype=torch.bool), 9, config))
+        return step.committed_BT[0].nonzero().flatten().tolist()
+
+    assert first_commit() == [5]
+    assert first_commit(tempered_confidence=True) == [0]
