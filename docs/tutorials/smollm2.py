@@ -23,6 +23,7 @@ import fiddle as fdl  # noqa: E402
 import lightning.pytorch as pl  # noqa: E402
 import nemo_run as run  # noqa: E402
 import torch  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from nemo.collections import llm  # noqa: E402
 from nemo.lightning import RestoreConfig  # noqa: E402
 
@@ -167,7 +168,7 @@ def main() -> None:
     parser.add_argument("hf", type=Path, help="folder of an autoregressive Hugging Face checkpoint")
     parser.add_argument("text", type=Path, help=".txt, or .jsonl with question and answer")
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument("--steps", type=int, default=800, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=500, help="optimizer steps")
     parser.add_argument("--sequences", type=int, default=32, help="sequences per step")
     parser.add_argument("--length", type=int, default=512, help="tokens per sequence")
     parser.add_argument("--lr", type=float, default=3e-4, help="highest learning rate")
@@ -184,6 +185,9 @@ def main() -> None:
     recipe.trainer.callbacks = [*recipe.trainer.callbacks, curve]
     task = fdl.build(recipe)
     task()
+    # The trainer's process group is one of GPUs; the export works on the CPU and makes its own.
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
     exported = llm.export_ckpt(
         locate_checkpoint(arguments.out / "run").path, target="hf", output_path=arguments.out / "hf"
     )
