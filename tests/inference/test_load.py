@@ -1,3 +1,6 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -42,8 +45,9 @@ def test_the_shift_is_the_checkpoints(load_checkpoint, hf_twin):
     shifted = load_checkpoint(hf_twin(right_shift_logits=True))
     assert shifted.sampler_config().right_shift
     # With a shift the first token has no left neighbour, so that an empty prompt needs a start token.
-    shifted.tokenizer.tokenizer.bos_token = "<|endoftext|>"
-    assert shifted.sampler_config().bos_token_id == 191
+    with_start = SimpleNamespace(bos_id=191, eos_id=192, vocab_size=196)
+    assert replace(shifted, tokenizer=with_start).sampler_config().bos_token_id == 191
+    assert replace(shifted, tokenizer=with_start, right_shift=False).sampler_config().bos_token_id is None
 
 
 def test_text_and_tokens(model):
