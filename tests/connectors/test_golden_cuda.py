@@ -7,7 +7,10 @@ from nemo_dllm.collections.diffusion.attention.layers import have_transformer_en
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nemo]
 
-NAMES = ("qwen3", "qwen3_tied", "qwen3_sharded", "a2d_qwen3")
+NAMES = (
+    *("qwen3", "qwen3_tied", "qwen3_sharded", "qwen2", "llama", "llama3_rope"),
+    *("a2d_qwen3", "a2d_qwen2", "a2d_llama", "sdar", "dream", "llada", "llada_gqa"),
+)
 LAYERS = [
     ("local", "sdpa"),
     ("local", "eager"),
@@ -42,8 +45,9 @@ def errors(build_core, models, name, transformer_impl, backend, dtype):
     logits = {
         "logits": core(tensors["input_ids"]),
         "padded_logits": core(tensors["padded_input_ids"], None, real),
-        "pos_logits": core(tensors["input_ids"], tensors["pos_position_ids"]),
     }
+    if "pos_position_ids" in tensors:
+        logits["pos_logits"] = core(tensors["input_ids"], tensors["pos_position_ids"])
     found = {}
     for case, value in logits.items():
         expected = tensors[case + suffix]
