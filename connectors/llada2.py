@@ -187,6 +187,9 @@ LLADA2 = Family(
             "use_sliding_window": False,
             "norm_head": False,
             "norm_softmax": False,
+            # The class renormalises whatever this says; SGLang does as it says.
+            "norm_topk_prob": True,
+            "embedding_dropout": 0.0,
             "score_function": "sigmoid",
         },
         rules=(Rope(), DenseFirst(), SharedExperts(), ExpertGroups()),
