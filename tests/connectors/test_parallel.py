@@ -6,8 +6,9 @@ import pytest
 
 
 @pytest.mark.nemo
-def test_two_ranks_load_and_export_what_one_does(models, tmp_path):
-    script = Path(__file__).with_name("parallel_load.py")
+@pytest.mark.parametrize("script", ["parallel_load.py", "parallel_moe.py"])
+def test_two_ranks_load_and_export_what_one_does(models, tmp_path, script):
+    script = Path(__file__).with_name(script)
     ranks = [
         subprocess.Popen(
             [sys.executable, script, tmp_path / "store", str(rank), models],
