@@ -10,10 +10,25 @@ import pytest
 pytestmark = pytest.mark.nemo
 
 ROOT = Path(__file__).parents[2]
+# First line of a block that needs those before it.
+CONTINUES = "# Continues.\n"
+
+
+def examples_of(page: Path) -> list[str]:
+    """The scripts of a page: each block, with the blocks that continue it."""
+    examples = []
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        if block.startswith(CONTINUES):
+            examples[-1] += block
+        else:
+            examples.append(block)
+    return examples
+
+
 BLOCKS = [
-    pytest.param(block, id=f"{page.name} {number}")
+    pytest.param(example, id=f"{page.name} {number}")
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL), start=1)
+    for number, example in enumerate(examples_of(page), start=1)
 ]
 
 
