@@ -9,6 +9,8 @@ from collections.abc import Collection, Sequence
 from nemo_dllm.connectors.decoder_keys import HF_LAYER, MLP
 from nemo_dllm.connectors.key_table import GatedPair, Replicated, Row, SplitColumns
 
+# Ends the names of tensors that are no parameters: they stay fp32, and checkpoints may hold them in another dtype.
+EXPERT_BIAS = "expert_bias"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -66,7 +68,7 @@ def router_rows(
         Row((f"{MLP}router.weight",), (router,), Replicated(), layers),
     ]
     if expert_bias is not None:
-        rows.append(Row((f"{MLP}router.expert_bias",), (expert_bias,), Replicated(), layers))
+        rows.append(Row((f"{MLP}router.{EXPERT_BIAS}",), (expert_bias,), Replicated(), layers))
     return rows
 
 

@@ -11,6 +11,7 @@ from nemo.utils import logging
 
 from nemo_dllm.connectors.checkpoint_files import GENERATION_CONFIG_FILE, HFCheckpoint
 from nemo_dllm.connectors.config_table import dtype_name, hf_dtype
+from nemo_dllm.connectors.expert_keys import EXPERT_BIAS
 from nemo_dllm.connectors.families import find_family
 from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.mask_token import MaskToken, find_mask_token
@@ -30,6 +31,7 @@ class CheckpointFacts:
         source: folder that was read.
         revision: its commit, see :func:`revision_of`.
         dtype: of the weights, as config.json spells it.
+        expert_bias_dtype: of the routers' expert biases; None where there are none.
         attention: ``causal``, ``bidirectional`` or ``block_causal``: how its own class attends.
         right_shift: whether the logits at position i - 1 predict token i, read as a diffusion model.
         block_size: tokens per block, from config.json or else the family's; None where there are no blocks.
@@ -44,6 +46,7 @@ class CheckpointFacts:
     source: str
     revision: str | None
     dtype: str
+    expert_bias_dtype: str | None
     attention: str
     right_shift: bool
     block_size: int | None
@@ -79,6 +82,7 @@ def read_facts(hf_path: str | Path) -> CheckpointFacts:
         source=str(checkpoint.path),
         revision=revision_of(checkpoint.path),
         dtype=dtype_name(weights_dtype(checkpoint)),
+        expert_bias_dtype=_expert_bias_dtype(checkpoint),
         attention=family.hf_class(hf).attention,
         right_shift=hf.get(RIGHT_SHIFT_FIELD, family.right_shift),
         block_size=_block_size(checkpoint, family),
@@ -86,6 +90,11 @@ def read_facts(hf_path: str | Path) -> CheckpointFacts:
         mask_token_added=mask_token.added,
         special_token_ids=special_token_ids,
     )
+
+
+def _expert_bias_dtype(checkpoint: HFCheckpoint) -> str | None:
+    bias = next((name for name in checkpoint.shapes if name.endswith(EXPERT_BIAS)), None)
+    return None if bias is None else dtype_name(checkpoint.tensor(bias).dtype)
 
 
 def _block_size(checkpoint: HFCheckpoint, family: Family) -> int | None:

@@ -16,6 +16,7 @@ from nemo_dllm.connectors.decoder_keys import (
     query_key_norm_rows,
 )
 from nemo_dllm.connectors.expert_keys import (
+    EXPERT_BIAS,
     expert_rows,
     layer_frequency,
     router_rows,
@@ -134,7 +135,7 @@ def _key_table(config) -> KeyTable:
     layers, sparse = range(config.num_layers), sparse_layers(config)
     dense = [layer for layer in layers if layer not in sparse]
     shared = sparse if config.moe_shared_expert_intermediate_size else ()
-    bias = f"{HF_LAYER}mlp.gate.expert_bias" if config.moe_router_enable_expert_bias else None
+    bias = f"{HF_LAYER}mlp.gate.{EXPERT_BIAS}" if config.moe_router_enable_expert_bias else None
     fused = (f"{HF_ATTENTION}query_key_value.weight",)
     norm, _, output = attention_rows(layers, output=f"{HF_ATTENTION}dense.weight")
     return decoder_key_table(

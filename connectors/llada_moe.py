@@ -13,6 +13,7 @@ from nemo_dllm.connectors.decoder_keys import (
     query_key_norm_rows,
 )
 from nemo_dllm.connectors.expert_keys import (
+    EXPERT_BIAS,
     expert_rows,
     layer_frequency,
     router_rows,
@@ -54,7 +55,7 @@ def _key_table(config) -> KeyTable:
     layers, sparse = range(config.num_layers), sparse_layers(config)
     dense = [layer for layer in layers if layer not in sparse]
     shared = sparse if config.moe_shared_expert_intermediate_size else ()
-    bias = f"{HF_LAYER}mlp.expert_bias" if config.softmax_expert_bias else None
+    bias = f"{HF_LAYER}mlp.{EXPERT_BIAS}" if config.softmax_expert_bias else None
     return decoder_key_table(
         config,
         [

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nemo_dllm.connectors import placement
 from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, HFCheckpoint
+from nemo_dllm.connectors.expert_keys import EXPERT_BIAS
 from nemo_dllm.connectors.families import family_of, find_family
 from nemo_dllm.connectors.key_table import Entry, KeyTable, ModelDimensions, Replicated, TensorRank
 from nemo_dllm.connectors.vocabulary_growth import GrownCheckpoint, grow_vocabulary, tied_head
@@ -91,7 +92,9 @@ def _read(checkpoint: HFCheckpoint | GrownCheckpoint, names: tuple[str, ...], in
     return checkpoint.tensor(names[index], **part)
 
 
-def export_hf_tensors(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def export_hf_tensors(
+    model: nn.Module | Sequence[nn.Module], *, expert_bias_dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """The model's weights under their Hugging Face names, one after the other, on the CPU, in the parameters' dtype.
 
     With tensor parallelism every rank of the group must draw them all, and gets whole tensors; with pipeline and expert
@@ -100,6 +103,7 @@ def export_hf_tensors(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[
 
     Args:
         model: as for :func:`load_hf_weights`.
+        expert_bias_dtype: of the routers' expert biases, which are fp32 in every model; None leaves them so.
 
     Raises:
         ValueError: where parameters and key table do not agree, naming all that do not, before the first tensor.
@@ -109,7 +113,7 @@ def export_hf_tensors(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[
     assignments, problems = _assign(chunks, family.key_table(chunks[0].config))
     if problems:
         raise ValueError(f"the model is none of family {family.name}:\n" + "\n".join(problems))
-    return _written(assignments)
+    return _written(assignments, expert_bias_dtype)
 
 
 def check_fits_config(config, hf_config: Mapping[str, Any], where: Path) -> None:
@@ -135,11 +139,12 @@ def check_fits_config(config, hf_config: Mapping[str, Any], where: Path) -> None
         raise ValueError(f"the model's configuration contradicts the {CONFIG_FILE} of {where}: {listed}")
 
 
-def _written(assignments: list[Assignment]) -> Iterator[tuple[str, Tensor]]:
+def _written(assignments: list[Assignment], expert_bias_dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     for a in assignments:
         tensors = a.entry.layout.write(_parts_of_all_ranks(a), a.dimensions)
         for name, tensor in zip(a.entry.hf, tensors, strict=True):
-            yield name, tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            dtype = expert_bias_dtype if name.endswith(EXPERT_BIAS) else None
+            yield name, tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _parts_of_all_ranks(a: Assignment) -> list[Tensor]:
