@@ -63,6 +63,13 @@ def test_what_the_checkpoint_decides_about_sampling(model):
     assert config.suppress_token_ids == (197, 198, 199)
 
 
+def test_a_preset_gives_way_to_the_checkpoint_and_settings_to_neither(model):
+    config = model.sampler_config("dream", top_p=0.5)
+    assert (config.remasking, config.right_shift, config.top_p) == ("entropy", False, 0.5)
+    with pytest.raises(ValueError, match="preset='drem' is unknown; known: .*dream"):
+        model.sampler_config("drem")
+
+
 def test_without_a_tokenizer_there_are_only_ids(load_checkpoint, hf_twin):
     folder = hf_twin(without=("tokenizer*", "special_tokens*"), mask_token_id=150)
     loaded = load_checkpoint(folder)

@@ -32,6 +32,11 @@ def test_an_empty_prompt_is_a_prompt(model, generate_text):
     assert 1 <= len(generate_text(model, "", model.sampler_config(max_new_tokens=4)).split()) <= 4
 
 
+def test_a_stop_string_ends_the_text(model, generate_text):
+    config = model.sampler_config(max_new_tokens=8, stop_strings=(" ",), stop_at_eos=False, stop_token_ids=(192,))
+    assert 1 <= len(generate_text(model, "w5", config).split()) <= 3
+
+
 def test_watching_shows_the_text_and_does_not_change_it(model, generate_text):
     from rich.console import Console
 

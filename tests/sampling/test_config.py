@@ -49,6 +49,8 @@ from nemo_dllm.collections.diffusion.sampling import (
         ({"cfg_scale": -1.0}, "cfg_scale=-1.0 must be a finite number of at least 0"),
         ({"eos_penalty": math.inf}, "eos_penalty=inf must be a finite"),
         ({"stop_strings": ("x",)}, r"stop_strings=\('x',\) need a token to fill an ended row with; set eos_token_id"),
+        ({"stop_strings": "stop", "eos_token_id": 0}, "stop_strings='stop' is a single text; give a tuple of texts"),
+        ({"quirks": ReferenceQuirks(stop_after_block=True)}, "quirks=.*stop_after_block need.*set eos_token_id"),
         ({"stop_strings": ("x", ""), "eos_token_id": 0}, "stop_strings=.* hold an empty text"),
         ({"quirks": ReferenceQuirks(mask_token_allowed=True)}, "quirks=.*leave holes for ever.*set steps"),
         (
@@ -97,8 +99,8 @@ def test_every_field_but_quirks_has_a_help_text():
 
 @pytest.mark.parametrize("name", [*PRESETS, "dllm_bd3lm", "dllm_mdlm", "dllm_llada2", "dllm_dream"])
 def test_presets_are_settings_that_fit_together(name):
-    needs_steps = {"block_size": 4, "steps_per_block": 4} if name.startswith("dllm") else {}
-    config = preset(name, seed=3, **needs_steps)
+    of_references = {"block_size": 4, "steps_per_block": 4, "eos_token_id": 0} if name.startswith("dllm") else {}
+    config = preset(name, seed=3, **of_references)
     assert config.seed == 3
     for field, value in (PRESETS | REFERENCE_PRESETS)[name].items():
         assert getattr(config, field) == value

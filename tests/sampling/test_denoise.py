@@ -158,3 +158,10 @@ def test_the_schedule_sets_the_pace(table_model):
 def test_bad_arguments_raise_before_the_first_step(table_model, holes_BT, row_ids, message):
     with pytest.raises(ValueError, match=message):
         denoise(table_model({}), torch.zeros(1, 3, dtype=torch.int64), holes_BT, M, SamplerConfig(), row_ids=row_ids)
+
+
+def test_holes_at_padding_are_refused(table_model):
+    holes_BT = torch.tensor([[False, True, True]])
+    key_mask_BT = torch.tensor([[True, True, False]])
+    with pytest.raises(ValueError, match="holes_BT holds positions that key_mask_BT hides"):
+        denoise(table_model({}), torch.zeros(1, 3, dtype=torch.int64), holes_BT, M, SamplerConfig(), key_mask_BT)

@@ -2,6 +2,7 @@ import io
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,6 +46,12 @@ def test_holes_new_and_old_tokens_are_told_apart():
     (block, block_style), (new, new_style) = pieces(text)
     assert (block, new) == ("░░", "b")
     assert "dim" in block_style and "green" in new_style
+
+
+def test_edited_tokens_are_highlighted():
+    step = replace(step_of([0, 1, HOLE]), edited_BT=torch.tensor([[False, True, False]]))
+    (letter, style), _ = pieces(canvas_text(step, letters))
+    assert letter == "b" and "green" in style
 
 
 def test_a_character_of_several_tokens_is_not_torn():

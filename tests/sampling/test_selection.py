@@ -10,10 +10,10 @@ from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
 from nemo_dllm.collections.diffusion.sampling.selection import select_commits
 
 
-def select(probabilities, quota=1, candidates=None, noise=None, **fields):
+def select(probabilities, quota=1, candidates=None, **fields):
     """Positions committed in one row whose positions propose token 0 with these probabilities."""
     given_NV = torch.tensor([[p, 1 - p] for p in probabilities])
-    proposed = Predictions(torch.zeros(len(probabilities), dtype=torch.int64), given_NV, noise)
+    proposed = Predictions(torch.zeros(len(probabilities), dtype=torch.int64), given_NV, None)
     scored_BT = torch.ones(1, len(probabilities), dtype=torch.bool)
     candidates_BT = scored_BT if candidates is None else torch.tensor([candidates])
     config = SamplerConfig(**fields)
@@ -64,13 +64,15 @@ def test_one_is_committed_whatever_the_bound():
 
 
 def test_order_at_a_temperature_follows_the_scores():
-    draws = torch.zeros(3)
-    noise = RowNoise(0, [0], torch.device("cpu"))
-    row_BT = torch.ones(1, 3, dtype=torch.bool)
-    for _ in range(6000):
-        chosen = select([0.5, 0.1, 0.3], noise=lambda: noise.uniform(row_BT), remasking_temperature=0.25)
-        draws[chosen] += 1
-    expected = (torch.tensor([0.5, 0.1, 0.3]) / 0.25).softmax(dim=0) * 6000
+    rows, scores = 6000, torch.tensor([0.5, 0.1, 0.3])
+    scored_BT = torch.ones(rows, 3, dtype=torch.bool)
+    noise = RowNoise(0, range(rows), torch.device("cpu"))
+    given_NV = torch.stack([scores, 1 - scores], dim=1).repeat(rows, 1)
+    proposed = Predictions(torch.zeros(3 * rows, dtype=torch.int64), given_NV, lambda: noise.uniform(scored_BT))
+    one_each_B = torch.ones(rows, dtype=torch.int64)
+    config = SamplerConfig(remasking_temperature=0.25)
+    draws = select_commits(proposed, scored_BT, scored_BT, one_each_B, config).sum(dim=0)
+    expected = (scores / 0.25).softmax(dim=0) * rows
     assert ((draws - expected) ** 2 / expected).sum() < 18.4  # 2 degrees of freedom, 1 in 10,000
 
 

@@ -17,7 +17,7 @@ from nemo_dllm.collections.diffusion.models.core import DiffusionCore
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
-from nemo_dllm.collections.diffusion.sampling import SamplerConfig
+from nemo_dllm.collections.diffusion.sampling import SamplerConfig, preset_fields
 from nemo_dllm.collections.diffusion.single_process import start_single_process
 from nemo_dllm.connectors.build import build_on_cpu
 from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
@@ -91,23 +91,25 @@ class LoadedModel:
         """
         return self._text_tokenizer().ids_to_text(token_ids)
 
-    def sampler_config(self, **settings: Any) -> SamplerConfig:
-        """Sampler settings with what the checkpoint decides: shift, start and end token, ids that stand for no text.
+    def sampler_config(self, preset: str | None = None, **settings: Any) -> SamplerConfig:
+        """Sampler settings with what the checkpoint decides: shift, start and end token, and ids that are no text.
 
         A start token is set where an empty prompt needs one, which is with the shift.
 
         Args:
-            settings: further fields of ``SamplerConfig``.
+            preset: a name in ``sampling.PRESETS``, whose fields the checkpoint's win over; None is none.
+            settings: further fields of ``SamplerConfig``, which win over both.
         """
         num_tokens = self.core.logical_vocab_size
         num_texts = num_tokens if self.tokenizer is None else self.tokenizer.vocab_size
-        return SamplerConfig(
-            right_shift=self.right_shift,
-            bos_token_id=getattr(self.tokenizer, "bos_id", None) if self.right_shift else None,
-            eos_token_id=getattr(self.tokenizer, "eos_id", None),
-            suppress_token_ids=tuple(range(num_texts, num_tokens)),
-            **settings,
-        )
+        of_checkpoint = {
+            "right_shift": self.right_shift,
+            "bos_token_id": getattr(self.tokenizer, "bos_id", None) if self.right_shift else None,
+            "eos_token_id": getattr(self.tokenizer, "eos_id", None),
+            "suppress_token_ids": tuple(range(num_texts, num_tokens)),
+        }
+        of_preset = {} if preset is None else preset_fields(preset)
+        return SamplerConfig(**(of_preset | of_checkpoint | settings))
 
     def _text_tokenizer(self) -> TokenizerSpec:
         if self.tokenizer is None:

@@ -25,13 +25,14 @@ def generate_text(model: LoadedModel, prompt: str, config: SamplerConfig, *, sho
         Prompt and continuation, up to the end token.
     """
     prompts = [model.encode(prompt)]
-    steps = generate_stream(model.denoiser, prompts, config, mask_token_id=model.mask_token_id, device=model.device)
+    fixed = {"mask_token_id": model.mask_token_id, "device": model.device, "decode": model.decode}
+    steps = generate_stream(model.denoiser, prompts, config, **fixed)
     if show_on is None:
         for last in steps:  # noqa: B007
             pass
     else:
         last = watch(steps, model.decode, show_on)
-    return model.decode(generation_result(last, prompts, config).sequences[0].tolist())
+    return model.decode(generation_result(last, prompts, config, model.decode).sequences[0].tolist())
 
 
 def print_generated(

@@ -13,7 +13,7 @@ from nemo_dllm.collections.diffusion.sampling.generate import (
 )
 from nemo_dllm.collections.diffusion.sampling.kv_cache import CacheWindow, KVCache
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
-from nemo_dllm.collections.diffusion.sampling.presets import PRESETS, REFERENCE_PRESETS, preset
+from nemo_dllm.collections.diffusion.sampling.presets import PRESETS, REFERENCE_PRESETS, preset, preset_fields
 from nemo_dllm.collections.diffusion.sampling.quirks import ReferenceQuirks
 from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES, Predictions, register_remasking
 from nemo_dllm.collections.diffusion.sampling.transfer import (
@@ -47,6 +47,7 @@ __all__ = [
     "infill",
     "linear_alpha",
     "preset",
+    "preset_fields",
     "register_remasking",
     "register_schedule",
     "sampler_fields",

@@ -115,7 +115,7 @@ class SamplerConfig:
     def end_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a text, the one that fills ended rows first."""
         eos = (self.eos_token_id,) if self.stop_at_eos and self.eos_token_id is not None else ()
-        return eos + self.stop_token_ids
+        return (*eos, *self.stop_token_ids)
 
     @property
     def counts_blocks_from(self) -> str:
@@ -209,6 +209,7 @@ _RULES = (
     _Rule("max_post_steps", _at_least(0), "must be at least 0"),
     _Rule("cfg_scale", _finite_from_0, "must be a finite number of at least 0, which is no guidance"),
     _Rule("eos_penalty", _finite_from_0, "must be a finite number of at least 0"),
+    _Rule("stop_strings", lambda texts, _: not isinstance(texts, str), "is a single text; give a tuple of texts"),
     _Rule(
         "stop_strings",
         lambda texts, c: not texts or bool(c.end_token_ids),
@@ -219,6 +220,11 @@ _RULES = (
         "quirks",
         lambda q, c: c.steps or c.steps_per_block or not (q.mask_token_allowed or q.stray_masks_compete),
         "can leave holes for ever without a schedule; set steps or steps_per_block",
+    ),
+    _Rule(
+        "quirks",
+        lambda q, c: c.eos_token_id is not None or not q.stop_after_block,
+        "with stop_after_block need the token that ends a text; set eos_token_id",
     ),
     _Rule(
         "quirks",

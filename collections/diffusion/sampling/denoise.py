@@ -86,6 +86,10 @@ def denoise(
             f"holes_BT is {holes_BT.dtype} {list(holes_BT.shape)} for canvas_BT of shape {list(canvas_BT.shape)}; "
             "give both as [rows, positions] and holes_BT as bool"
         )
+    if key_mask_BT is not None and (holes_BT & ~key_mask_BT).any():
+        raise ValueError(
+            "holes_BT holds positions that key_mask_BT hides, so no prediction could see them; hide padding only"
+        )
     if row_ids is None:
         row_ids = range(len(canvas_BT)) if seeds is None else [0] * len(canvas_BT)
     for name, per_row in (("row_ids", row_ids), ("seeds", seeds)):

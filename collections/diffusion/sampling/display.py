@@ -53,7 +53,7 @@ def watch(steps: Iterable[DenoiseStep], decode: Decode, console: Console | None 
 
 
 def canvas_text(step: DenoiseStep, decode: Decode) -> Text:
-    """Row 0 of a canvas as styled text: a dim block per hole, new tokens highlighted, the rest plain.
+    """Row 0 of a canvas as styled text: a dim block per hole, new and edited tokens highlighted, the rest plain.
 
     Neighbouring known tokens are decoded together, since one character may span several byte-level tokens; a character
     that new and old tokens share takes the style of the later ones. Bytes that make no character yet are whatever
@@ -62,7 +62,8 @@ def canvas_text(step: DenoiseStep, decode: Decode) -> Text:
     from rich.text import Text
 
     text = Text()
-    tokens, holes, new = (x_BT[0].tolist() for x_BT in (step.tokens_BT, step.holes_BT, step.committed_BT))
+    new_BT = step.committed_BT if step.edited_BT is None else step.committed_BT | step.edited_BT
+    tokens, holes, new = (x_BT[0].tolist() for x_BT in (step.tokens_BT, step.holes_BT, new_BT))
     for is_hole, run in groupby(range(len(tokens)), key=holes.__getitem__):
         positions = list(run)
         if is_hole:

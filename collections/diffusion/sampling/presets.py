@@ -13,7 +13,7 @@ _LLADA2 = {"cache": "exact", "block_size": 32, "threshold": 0.95}
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Nie et al. 2025. Blocks shorter than the answer, or end tokens, which are the surest, take the canvas over.
-    "llada": {"max_new_tokens": 128, "block_size": 32, "steps": 128, "schedule": "even"},
+    "llada": {"max_new_tokens": 128, "block_size": 32, "schedule": "even"},
     # Ye et al. 2025. The release has no blocks; 32 keeps end tokens from taking over, as for LLaDA.
     "dream": {"right_shift": True, "block_size": 32, "remasking": "entropy", "temperature": 0.2, "top_p": 0.95},
     # Cheng et al. 2025, the dynamic decoding of the release.
@@ -52,17 +52,29 @@ REFERENCE_PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+def preset_fields(name: str) -> dict[str, Any]:
+    """The fields of ``SamplerConfig`` that a preset sets.
+
+    Args:
+        name: of ``PRESETS`` or ``REFERENCE_PRESETS``.
+
+    Raises:
+        ValueError: there is no such preset.
+    """
+    known = PRESETS | REFERENCE_PRESETS
+    if name not in known:
+        raise ValueError(f"preset={name!r} is unknown; known: {', '.join(sorted(known))}")
+    return dict(known[name])
+
+
 def preset(name: str, **fields: Any) -> SamplerConfig:
     """The settings of a preset, with further or other fields.
 
     Args:
-        name: of ``PRESETS`` or ``REFERENCE_PRESETS``.
+        name: see ``preset_fields``.
         fields: of ``SamplerConfig``; they win over the preset's.
 
     Raises:
         ValueError: there is no such preset, or the fields do not fit together.
     """
-    known = PRESETS | REFERENCE_PRESETS
-    if name not in known:
-        raise ValueError(f"preset={name!r} is unknown; known: {', '.join(sorted(known))}")
-    return SamplerConfig(**(known[name] | fields))
+    return SamplerConfig(**(preset_fields(name) | fields))

@@ -45,7 +45,7 @@ def restrict_logits(logits_NV: Tensor, ordinals_N: Tensor, mask_token_id: int, c
         forbidden.append(mask_token_id)
     allowed_NV[:, forbidden] = -torch.inf
     eos = () if config.eos_token_id is None else (config.eos_token_id,)
-    early = [(eos + config.stop_token_ids, config.min_new_tokens)]
+    early = [((*eos, *config.stop_token_ids), config.min_new_tokens)]
     if not config.quirks.begin_suppress_by_confidence:
         early.append((config.begin_suppress_token_ids, 1))
     for token_ids, positions in early:
