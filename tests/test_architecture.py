@@ -46,7 +46,8 @@ ROOMS = {
     "collections.diffusion.sampling": Room("torch", inside="rich"),
     "collections.diffusion.kernels": Room("torch triton"),
     "collections.diffusion.attention.masks": Room("torch"),
-    "collections.diffusion.attention": Room("torch megatron attention.masks", inside="kernels"),
+    "collections.diffusion.attention.flex": Room("torch attention.masks"),
+    "collections.diffusion.attention": Room("torch megatron attention.masks attention.flex", inside="kernels"),
     "collections.diffusion.cpu": Room("torch", inside="megatron nemo"),
     "collections.diffusion.single_process": Room("torch megatron cpu"),
     "collections.diffusion.data": Room(

@@ -218,7 +218,8 @@ def built_once(build: Callable) -> Callable:
     Patterns without tensors share the latest few results with their equals, from step to step; what is made of tensors
     lives as long as the pattern that holds them.
     """
-    shared = lru_cache(maxsize=16)(build)
+    # Few: the dense mask of a long canvas is large.
+    shared = lru_cache(maxsize=4)(build)
 
     @wraps(build)
     def build_or_find(pattern: Pattern, *shape: object):
@@ -277,10 +278,10 @@ def _token(pattern: Pattern, position: Tensor) -> Tensor:
 
 def _within(pattern: Pattern, sample: Tensor, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
     """Narrow ``allowed`` to one document and to real keys; a pad keeps itself."""
-    itself = query == key
-    query, key = _token(pattern, query), _token(pattern, key)
-    if pattern.document_BL is not None:
-        allowed = allowed & (pattern.document_BL[sample, query] == pattern.document_BL[sample, key])
-    if pattern.key_mask_BL is not None:
-        allowed = (allowed & pattern.key_mask_BL[sample, key]) | itself
+    document_BL, key_mask_BL = pattern.document_BL, pattern.key_mask_BL
+    if document_BL is not None:
+        same = document_BL[sample, _token(pattern, query)] == document_BL[sample, _token(pattern, key)]
+        allowed = allowed & same
+    if key_mask_BL is not None:
+        allowed = (allowed & key_mask_BL[sample, _token(pattern, key)]) | (query == key)
     return allowed
