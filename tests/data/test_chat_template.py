@@ -6,7 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from nemo_dllm.collections.diffusion.data.chat import Conversation
-from nemo_dllm.collections.diffusion.data.chat_template import ChatEncoder
+from nemo_dllm.collections.diffusion.data.chat_encoder import ChatEncoder
+from nemo_dllm.collections.diffusion.data.chat_template import ChatTemplate
 from nemo_dllm.collections.diffusion.data.tokenizer import byte_tokenizer, train_byte_bpe
 
 from .chat_templates import CHATML, INSTRUCTION, MARKED_CHATML, MARKED_WITHOUT_END, NO_TOKENS, THINKING
@@ -36,6 +37,10 @@ def chat(*turns, **last):
     return Conversation(messages)
 
 
+def encoder_of(tokenizer, template, **options):
+    return ChatEncoder(tokenizer, ChatTemplate(tokenizer, template, **options))
+
+
 def answers(tokenizer, encoded):
     """The decoded runs of answer tokens."""
     runs = [[]]
@@ -52,12 +57,12 @@ TWO_TURNS = chat("hello", "  good answer\n", "there", "42 é😀")
 
 @pytest.mark.parametrize("template", [CHATML, MARKED_CHATML, MARKED_WITHOUT_END])
 def test_answers_and_their_end_tokens(tokenizer, template):
-    encoder = ChatEncoder(tokenizer, template)
+    encoder = encoder_of(tokenizer, template)
     encoded = encoder.encode(TWO_TURNS)
     assert answers(tokenizer, encoded) == ["  good answer\n" + END, "42 é😀" + END]
-    expected = encoder._render(TWO_TURNS).rstrip("\n")
+    expected = encoder.template._render(TWO_TURNS).rstrip("\n")
     assert tokenizer.decode(encoded.ids) == expected
-    last = ChatEncoder(tokenizer, template, loss_turns="last").encode(TWO_TURNS)
+    last = encoder_of(tokenizer, template, loss_turns="last").encode(TWO_TURNS)
     assert last.ids == encoded.ids
     assert answers(tokenizer, last) == ["42 é😀" + END]
 
@@ -65,7 +70,7 @@ def test_answers_and_their_end_tokens(tokenizer, template):
 def test_the_prompt_is_what_generation_starts_from(tokenizer):
     """Also where the tokenizer would join the header's newline with one of the answer."""
     conversation = chat("hello", "\n\n42")
-    encoded = ChatEncoder(tokenizer, CHATML).encode(conversation)
+    encoded = encoder_of(tokenizer, CHATML).encode(conversation)
     prompt = tokenizer.apply_chat_template(conversation.messages[:1], chat_template=CHATML, add_generation_prompt=True)
     assert encoded.ids[: len(prompt)] == prompt
     assert encoded.answer == [False] * len(prompt) + [True] * (len(encoded.ids) - len(prompt))
@@ -92,7 +97,7 @@ EMPTY = "<think>\n\n</think>\n\n"
 )
 @pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}])
 def test_thoughts(tokenizer, conversation, expected, shown, arguments):
-    encoded = ChatEncoder(tokenizer, THINKING, template_arguments=arguments).encode(conversation)
+    encoded = encoder_of(tokenizer, THINKING, template_arguments=arguments).encode(conversation)
     assert answers(tokenizer, encoded) == [words + END for words in expected]
     assert tokenizer.decode(encoded.ids).endswith(f"<|im_start|>assistant\n{shown}{END}")
 
@@ -105,7 +110,7 @@ def test_calls_of_tools_are_answers(tokenizer):
         {"role": "tool", "content": "42"},
         {"role": "assistant", "content": "42"},
     ]
-    encoded = ChatEncoder(tokenizer, THINKING).encode(Conversation(messages))
+    encoded = encoder_of(tokenizer, THINKING).encode(Conversation(messages))
     called = f"\n<tool_call>\n{json.dumps(call['function'])}\n</tool_call>"
     assert answers(tokenizer, encoded) == [called + END, "42" + END]
 
@@ -113,7 +118,7 @@ def test_calls_of_tools_are_answers(tokenizer):
 def test_stripped_answers_and_an_end_token_after_a_space(tokenizer):
     conversation = chat("hello", "  good answer \n", "there", "42")
     conversation.messages.insert(0, {"role": "system", "content": "system"})
-    encoded = ChatEncoder(tokenizer, INSTRUCTION).encode(conversation)
+    encoded = encoder_of(tokenizer, INSTRUCTION).encode(conversation)
     eos = tokenizer.eos_token
     assert answers(tokenizer, encoded) == [f"good answer {eos}", f"42 {eos}"]
     assert tokenizer.decode(encoded.ids) == (
@@ -122,12 +127,12 @@ def test_stripped_answers_and_an_end_token_after_a_space(tokenizer):
 
 
 def test_a_template_without_tokens_ends_with_the_end_of_text(tokenizer):
-    encoded = ChatEncoder(tokenizer, NO_TOKENS).encode(TWO_TURNS)
+    encoded = encoder_of(tokenizer, NO_TOKENS).encode(TWO_TURNS)
     assert answers(tokenizer, encoded) == ["  good answer\n", "42 é😀" + tokenizer.eos_token]
 
 
 def test_prompt_and_answer_as_they_stand(tokenizer):
-    encoder = ChatEncoder(tokenizer, "")
+    encoder = encoder_of(tokenizer, "")
     encoded = encoder.encode(chat("hello ", "there"))
     assert tokenizer.decode(encoded.ids) == "hello there" + tokenizer.eos_token
     assert answers(tokenizer, encoded) == ["there" + tokenizer.eos_token]
@@ -148,12 +153,12 @@ def test_pieces_that_get_a_space_of_their_own(tmp_path):
     template = (
         "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content }}"
     )
-    encoded = ChatEncoder(tokenizer, template + "{% endfor %}").encode(chat("a", "b"))
+    encoded = encoder_of(tokenizer, template + "{% endfor %}").encode(chat("a", "b"))
     assert tokenizer.convert_ids_to_tokens(encoded.ids) == ["▁[INST]", "▁a", "▁[/INST]", "▁b", "</s>"]
     assert encoded.answer == [False, False, False, True, True]
     with pytest.raises(ValueError, match=r"the token 'x\[/INST\]c' reaches from a prompt into an answer|' x"):
         glued = "{% for m in messages %}{{ m.content + '[/INST]' if m.role == 'user' else m.content }}{% endfor %}"
-        ChatEncoder(tokenizer, glued).encode(chat("x", "c"))
+        encoder_of(tokenizer, glued).encode(chat("x", "c"))
 
 
 REWRITING = {
@@ -173,7 +178,7 @@ REWRITING = {
 def test_refuses_what_it_cannot_tell_exactly(folders, message):
     tokenizer = AutoTokenizer.from_pretrained(folders / "byte")
     with pytest.raises(ValueError, match=message):
-        ChatEncoder(tokenizer, REWRITING[message]).encode(chat("hello", "good"))
+        encoder_of(tokenizer, REWRITING[message]).encode(chat("hello", "good"))
 
 
 def test_where_the_template_comes_from(folders, tmp_path):
@@ -181,13 +186,13 @@ def test_where_the_template_comes_from(folders, tmp_path):
     with pytest.raises(ValueError, match="the tokenizer has no chat template; pass chat_template"):
         ChatEncoder(tokenizer)
     with pytest.raises(FileNotFoundError, match="chat_template='nowhere.jinja' is neither a file nor a Jinja template"):
-        ChatEncoder(tokenizer, "nowhere.jinja")
+        encoder_of(tokenizer, "nowhere.jinja")
     with pytest.raises(ValueError, match="loss_turns='first' is unknown; known: all, last"):
-        ChatEncoder(tokenizer, CHATML, loss_turns="first")
+        encoder_of(tokenizer, CHATML, loss_turns="first")
     (tmp_path / "chat.jinja").write_text(CHATML)
     tokenizer.chat_template = CHATML
     expected = ChatEncoder(tokenizer).encode(TWO_TURNS)
-    assert ChatEncoder(tokenizer, tmp_path / "chat.jinja").encode(TWO_TURNS) == expected
+    assert encoder_of(tokenizer, tmp_path / "chat.jinja").encode(TWO_TURNS) == expected
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="the tokenizer has no eos_token"):
         ChatEncoder(tokenizer)

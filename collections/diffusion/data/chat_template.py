@@ -1,4 +1,4 @@
-"""Conversations as token ids, with the exact places of the assistant's words, whatever the chat template does.
+"""Conversations as text, with the exact places of the assistant's words, whatever the chat template does.
 
 Where a template marks them (``{% generation %}``), its marks count. Elsewhere a turn's words are what changes when the
 turn is replaced by a character that no text has, checked against the words themselves.
@@ -6,7 +6,7 @@ turn is replaced by a character that no text has, checked against the words them
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,9 +14,6 @@ from nemo_dllm.collections.diffusion.data.chat import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# Changes whenever the same conversation and template would give other tokens or another mask.
-ENCODER_VERSION = "1"
 
 LOSS_TURNS = ("all", "last")
 
@@ -26,26 +23,15 @@ _SPACE = re.compile(r"\s+")
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-class EncodedChat(NamedTuple):
-    """A conversation as ids up to the end of its last answer.
-
-    ids: token ids.
-    answer: per id, True for the assistant's words and the token that ends its turn.
-    """
-
-    ids: list[int]
-    answer: list[bool]
-
-
 class Rendered(NamedTuple):
-    """A conversation as text, with the assistant's words as sorted spans of characters [start, stop)."""
+    """A conversation as text, with its answers as sorted spans of characters [start, stop)."""
 
     text: str
     spans: list[tuple[int, int]]
 
 
-class ChatEncoder:
-    """Encodes conversations with a chat template.
+class ChatTemplate:
+    """Renders conversations, and tells where the answers are.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -55,7 +41,7 @@ class ChatEncoder:
         template_arguments: further variables of the template, e.g. {"enable_thinking": False}.
 
     Raises:
-        ValueError: an argument is unknown, or the tokenizer has no template or no end token.
+        ValueError: `loss_turns` is unknown, or there is no template.
         FileNotFoundError: `chat_template` is the path of a file that does not exist.
     """
 
@@ -68,12 +54,10 @@ class ChatEncoder:
     ) -> None:
         if loss_turns not in LOSS_TURNS:
             raise ValueError(f"loss_turns={loss_turns!r} is unknown; known: {', '.join(LOSS_TURNS)}")
-        if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no eos_token to end an answer with; set one")
         self.tokenizer = tokenizer
         self.loss_turns = loss_turns
         self.template_arguments = dict(template_arguments or {})
-        self.chat_template = _read_template(tokenizer, chat_template)
+        self.jinja = _read_template(tokenizer, chat_template)
         # Not the added tokens that are ordinary text, such as those around thoughts and calls of tools.
         added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special_tokens = tuple({*added, *tokenizer.all_special_tokens})
@@ -81,38 +65,28 @@ class ChatEncoder:
         # White space between the words and the token that ends the turn has to be generated too.
         self._turn_end = re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest_first))})")
 
-    def encode(self, conversation: Conversation) -> EncodedChat:
-        """Encode up to the end of the last answer.
+    def render(self, conversation: Conversation) -> Rendered:
+        """The conversation up to the end of its last answer, with a span per answer, its end token included.
 
         Raises:
             ValueError: the place of the answers cannot be told exactly; says why.
         """
-        if self.chat_template:
-            text, spans = self.render(conversation)
-        else:
+        if self.jinja == "":
             text, spans = _join_plainly(conversation)
-        if self.loss_turns == "last":
-            spans = spans[-1:]
-        stop = spans[-1][1]
-        ids, answer = self._encode_spans(text[:stop], spans)
-        if not self.chat_template:
-            ids, answer = [*self._begin, *ids], [*(False for _ in self._begin), *answer]
-        elif self._ends_with_token(text[:stop]):
-            return EncodedChat(ids, answer)
-        return EncodedChat([*ids, self.tokenizer.eos_token_id], [*answer, True])
-
-    def render(self, conversation: Conversation) -> Rendered:
-        """Text of the conversation, with a span per turn of the assistant, its end token included.
-
-        Raises:
-            ValueError: the spans cannot be told exactly.
-        """
-        if _MARKED.search(self.chat_template):
+        elif _MARKED.search(self.jinja):
             text, spans = self._render_marked(conversation)
         else:
             text = self._render(conversation)
             spans = [self._turn_span(conversation, turn, text) for turn in conversation.assistant_turns()]
-        return Rendered(text, [(start, self._include_turn_end(text, stop)) for start, stop in spans])
+        if self.jinja:
+            spans = [(start, self._include_turn_end(text, stop)) for start, stop in spans]
+        if self.loss_turns == "last":
+            spans = spans[-1:]
+        return Rendered(text[: spans[-1][1]], spans)
+
+    def has_end(self, text: str) -> bool:
+        """Whether a text of this template ends with a special token."""
+        return self.jinja != "" and text.rstrip().endswith(self._special_tokens)
 
     def _render(self, conversation: Conversation, **arguments: Any) -> str:
         return self._render_template(conversation, **arguments)[0][0]
@@ -125,7 +99,7 @@ class ChatEncoder:
             return render_jinja_template(
                 conversations=[conversation.messages],
                 tools=conversation.tools,
-                chat_template=self.chat_template,
+                chat_template=self.jinja,
                 **{**self.tokenizer.special_tokens_map, **self.template_arguments, **arguments},
             )
         except (TemplateError, TypeError, KeyError) as error:
@@ -179,57 +153,16 @@ class ChatEncoder:
     def _generation_header(self) -> str:
         """The prompt for a turn of the assistant, without what `template_arguments` add; empty if there is none."""
         question = Conversation([{"role": "user", "content": "?"}])
-        encoder = ChatEncoder(self.tokenizer, self.chat_template)
+        bare = ChatTemplate(self.tokenizer, self.jinja)
         try:
-            plain, prompt = encoder._render(question), encoder._render(question, add_generation_prompt=True)
+            plain, prompt = bare._render(question), bare._render(question, add_generation_prompt=True)
         except ValueError:  # a template that needs more than a question
             return ""
         return prompt.removeprefix(plain) if prompt.startswith(plain) else ""
 
-    @functools.cached_property
-    def _begin(self) -> list[int]:
-        """The begin token, where the tokenizer puts one before a text."""
-        bos = self.tokenizer.bos_token_id
-        return [bos] if bos is not None and self.tokenizer("?")["input_ids"][0] == bos else []
-
     def _include_turn_end(self, text: str, stop: int) -> int:
         match = self._turn_end.match(text, stop)
-        return match.end() if match and not self._ends_with_token(text[:stop]) else stop
-
-    def _ends_with_token(self, text: str) -> bool:
-        return text.rstrip().endswith(self._special_tokens)
-
-    def _encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> EncodedChat:
-        """Ids of the text with a border wherever an answer begins or ends."""
-        borders = sorted({0, len(text), *(border for span in spans for border in span)})
-        starts = {start for start, _ in spans}
-        pieces = [(text[start:stop], start in starts) for start, stop in zip(borders, borders[1:], strict=False)]
-        *encoded, whole = self.tokenizer(
-            [*(piece for piece, _ in pieces), text],
-            add_special_tokens=False,
-            return_attention_mask=False,
-            verbose=False,
-        )["input_ids"]
-        ids = [token for piece in encoded for token in piece]
-        answer = [is_answer for piece, (_, is_answer) in zip(encoded, pieces, strict=True) for _ in piece]
-        # Generation goes on from the prompt's own tokens, so where a token would reach across a border, both sides are
-        # encoded apart, as long as this does not change the text (a tokenizer may put a space before each piece).
-        if ids == whole or self.tokenizer.decode(ids) == self.tokenizer.decode(whole):
-            return EncodedChat(ids, answer)
-        return EncodedChat(whole, self._answer_by_offsets(text, spans))
-
-    def _answer_by_offsets(self, text: str, spans: Sequence[tuple[int, int]]) -> list[bool]:
-        if not self.tokenizer.is_fast:
-            raise ValueError("the tokenizer changes the text at the border of an answer; use a fast tokenizer")
-        offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        answer = []
-        for start, stop in offsets["offset_mapping"]:
-            words = [at for at in range(start, stop) if not text[at].isspace()] or [start]
-            inside = {any(first <= at < last for first, last in spans) for at in words}
-            if len(inside) > 1:
-                raise ValueError(f"the token {text[start:stop]!r} reaches from a prompt into an answer")
-            answer.append(inside == {True})
-        return answer
+        return match.end() if match and not self.has_end(text[:stop]) else stop
 
 
 def _read_template(tokenizer: "PreTrainedTokenizerBase", chat_template: str | Path | None) -> str:

@@ -1,4 +1,4 @@
-"""Corpora on disk as parts, and parts as numbered rows of text: JSONL, Parquet, plain text, Hugging Face datasets.
+"""Corpora on disk as parts, and parts as numbered rows: JSONL, Parquet, plain text, Hugging Face datasets.
 
 A part is read and encoded on its own. How a corpus falls into parts depends on the corpus alone.
 """
@@ -44,16 +44,26 @@ class Row(NamedTuple):
     problem: str | None = None
 
 
+class Record(NamedTuple):
+    """One row with all its fields, or what is wrong with it. `fields` is None where `problem` says so."""
+
+    number: int
+    fields: dict | None
+    problem: str | None = None
+
+
 class Reader(NamedTuple):
     """How one format is cut and read.
 
     parts: (source, part_bytes) -> parts.
     rows: (part, text_field) -> rows.
+    records: part -> records; None where rows have no fields.
     columns: source -> names of its columns; None where only the rows tell.
     """
 
     parts: Callable[[Source, int], Iterator[Part]]
     rows: Callable[[Part, str], Iterator[Row]]
+    records: Callable[[Part], Iterator[Record]] | None = None
     columns: Callable[[Source], Sequence[str]] | None = None
 
 
@@ -92,6 +102,19 @@ def parts_of(source: Source, part_bytes: int) -> Iterator[Part]:
 def rows_of(part: Part, text_field: str) -> Iterator[Row]:
     """The rows of a part, blank lines left out."""
     return _READERS[part.format].rows(part, text_field)
+
+
+def records_of(source: Source, part_bytes: int = 2**22) -> Iterator[Record]:
+    """All rows of one input with all their fields, blank lines left out.
+
+    Raises:
+        ValueError: the format has no fields, or the file is damaged; names the file.
+    """
+    read = _READERS[source.format].records
+    if read is None:
+        known = ", ".join(name for name, reader in _READERS.items() if reader.records)
+        raise ValueError(f"{source.name}: is of format {source.format}, whose rows have no fields; known: {known}")
+    return (record for part in parts_of(source, part_bytes) for record in read(part))
 
 
 @contextlib.contextmanager
@@ -174,26 +197,30 @@ def _dataset_columns(source: Source) -> list[str]:
 
 
 def _json_rows(part: Part, text_field: str) -> Iterator[Row]:
+    for number, fields, problem in _json_records(part):
+        if problem:
+            yield Row(number, None, problem)
+        elif text_field not in fields:
+            known = ", ".join(map(repr, itertools.islice(fields, 8)))
+            yield Row(number, None, f"no field {text_field!r}, only {known}")
+        else:
+            yield _value_row(number, fields[text_field], text_field)
+
+
+def _json_records(part: Part) -> Iterator[Record]:
     for number, line in _lines(part):
         try:
             row = json.loads(line)
         except UnicodeDecodeError as error:
-            yield Row(number, None, _not_utf8(error))
+            yield Record(number, None, _not_utf8(error))
         except json.JSONDecodeError as error:
             whole_array = " (an array over many lines? write one object per line)" if line[:1] == b"[" else ""
-            yield Row(number, None, f"broken JSON, {error.msg} at column {error.colno}{whole_array}")
+            yield Record(number, None, f"broken JSON, {error.msg} at column {error.colno}{whole_array}")
         except RecursionError:
-            yield Row(number, None, "broken JSON, nested too deeply")
+            yield Record(number, None, "broken JSON, nested too deeply")
         else:
-            yield _field_row(number, row, text_field)
-
-
-def _field_row(number: int, row: object, text_field: str) -> Row:
-    if not isinstance(row, dict):
-        return Row(number, None, f"a JSON {type(row).__name__}, not an object")
-    if text_field not in row:
-        return Row(number, None, f"no field {text_field!r}, only {', '.join(map(repr, itertools.islice(row, 8)))}")
-    return _value_row(number, row[text_field], text_field)
+            problem = None if isinstance(row, dict) else f"a JSON {type(row).__name__}, not an object"
+            yield Record(number, None if problem else row, problem)
 
 
 def _value_row(number: int, value: object, text_field: str) -> Row:
@@ -244,14 +271,27 @@ def _dataset_rows(part: Part, text_field: str) -> Iterator[Row]:
     return _column_rows(part, dataset[slice(*part.span)][text_field], text_field)
 
 
+def _parquet_records(part: Part) -> Iterator[Record]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(part.source) as file:
+        fields = file.read_row_groups(list(range(*part.span))).to_pylist()
+    return itertools.starmap(Record, enumerate(fields, start=part.first_row))
+
+
+def _dataset_records(part: Part) -> Iterator[Record]:
+    rows = load_dataset(part.source, part.split).select(range(*part.span))
+    return itertools.starmap(Record, enumerate(rows, start=part.first_row))
+
+
 def _column_rows(part: Part, values: Sequence[object], text_field: str) -> Iterator[Row]:
     return (_value_row(number, value, text_field) for number, value in enumerate(values, start=part.first_row))
 
 
 _READERS = {
-    "jsonl": Reader(_line_parts, _json_rows),
-    "parquet": Reader(_parquet_parts, _parquet_rows, _parquet_columns),
+    "jsonl": Reader(_line_parts, _json_rows, _json_records),
+    "parquet": Reader(_parquet_parts, _parquet_rows, _parquet_records, _parquet_columns),
     "text": Reader(_text_parts, _text_rows),
     "lines": Reader(_line_parts, _line_rows),
-    "dataset": Reader(_dataset_parts, _dataset_rows, _dataset_columns),
+    "dataset": Reader(_dataset_parts, _dataset_rows, _dataset_records, _dataset_columns),
 }

@@ -1,0 +1,183 @@
+"""Fine-tuning data as ids: conversations of files and datasets, encoded once and kept on disk."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from nemo_dllm.collections.diffusion.data.cache import cached_folder, content_key
+from nemo_dllm.collections.diffusion.data.chat import Conversation, check_columns, read_conversation
+from nemo_dllm.collections.diffusion.data.chat_encoder import ENCODER_VERSION, ChatEncoder, EncodedChat
+from nemo_dllm.collections.diffusion.data.documents import Record, records_of
+from nemo_dllm.collections.diffusion.data.encoded_part import BadRow
+from nemo_dllm.collections.diffusion.data.sources import Source, load_dataset
+from nemo_dllm.collections.diffusion.data.tokenizer import tokenizer_content
+
+# Changes whenever the files of the cache, or the way in which they are made, change.
+LAYOUT_VERSION = "1"
+
+_ROWS_PER_CALL = 512
+
+
+class SupervisedTokens(NamedTuple):
+    """Encoded conversations, one after another, untruncated.
+
+    tokens: [num_tokens] uint32 ids.
+    answer: [num_tokens] bool, True where a token is trained.
+    ends: [num_samples] int64, the position after each sample's last token.
+    first_answers: [num_samples] int64, position of the first answer token within its sample.
+    rows: [num_samples, 2] int64, which source and which of its rows a sample is.
+    """
+
+    tokens: np.ndarray
+    answer: np.ndarray
+    ends: np.ndarray
+    first_answers: np.ndarray
+    rows: np.ndarray
+
+    def starts(self) -> np.ndarray:
+        """[num_samples] int64, the position of each sample's first token."""
+        return np.concatenate([[0], self.ends[:-1]]) if len(self.ends) else np.zeros(0, np.int64)
+
+    def content_hashes(self) -> np.ndarray:
+        """[num_samples] float64 in [0, 1): equal for equal samples, and else as good as random."""
+        pieces = zip(self.starts().tolist(), self.ends.tolist(), strict=True)
+        digests = (hashlib.blake2b(self.tokens[start:end].tobytes(), digest_size=7).digest() for start, end in pieces)
+        return np.array([int.from_bytes(digest, "big") / 2**56 for digest in digests])
+
+
+class SupervisedCorpus(NamedTuple):
+    """What was read.
+
+    samples: the usable rows.
+    bad_rows: rows left out, and why.
+    sources: names, as `SupervisedTokens.rows` counts them.
+    """
+
+    samples: SupervisedTokens
+    bad_rows: list[BadRow]
+    sources: list[str]
+
+
+def encode_supervised(
+    sources: Sequence[Source], encoder: ChatEncoder, columns: Mapping[str, str] | None = None, max_bad_rows: int = 100
+) -> SupervisedCorpus:
+    """Encode all rows of the sources.
+
+    Args:
+        sources: of formats whose rows have fields.
+        encoder: of conversations.
+        columns: see `read_conversation`.
+        max_bad_rows: rows that cannot be used before this gives up.
+
+    Raises:
+        ValueError: there are too many bad rows, or no good one; shows the first bad ones.
+    """
+    check_columns(columns or {})
+    encoded: list[EncodedChat] = []
+    rows: list[tuple[int, int]] = []
+    bad_rows: list[BadRow] = []
+    for number, source in enumerate(sources):
+        for record, sample in _encode_source(source, encoder, columns):
+            if isinstance(sample, ValueError):
+                bad_rows.append(BadRow(source.name, record.number, str(sample)))
+                _check_bad_rows(bad_rows, max_bad_rows)
+            else:
+                encoded.append(sample)
+                rows.append((number, record.number))
+    if not encoded:
+        raise ValueError(f"{', '.join(source.name for source in sources)} hold no usable row{_listed(bad_rows)}")
+    samples = SupervisedTokens(
+        tokens=np.concatenate([np.array(sample.ids, dtype=np.uint32) for sample in encoded]),
+        answer=np.concatenate([np.array(sample.answer, dtype=bool) for sample in encoded]),
+        ends=np.cumsum([len(sample.ids) for sample in encoded]),
+        first_answers=np.array([sample.answer.index(True) for sample in encoded], dtype=np.int64),
+        rows=np.array(rows, dtype=np.int64),
+    )
+    return SupervisedCorpus(samples, bad_rows, [source.name for source in sources])
+
+
+def cached_supervised(
+    sources: Sequence[Source],
+    encoder: ChatEncoder,
+    cache_dir: str | Path,
+    columns: Mapping[str, str] | None = None,
+    max_bad_rows: int = 100,
+) -> SupervisedCorpus:
+    """Like `encode_supervised`, but encoded once per content of files, tokenizer, template and mask policy, and memory
+    mapped from then on.
+    """
+    template = encoder.template
+    policy = [template.loss_turns, template.jinja, template.template_arguments, dict(columns or {}), max_bad_rows]
+    key = content_key(
+        [
+            LAYOUT_VERSION,
+            ENCODER_VERSION,
+            json.dumps(policy, sort_keys=True, default=str),
+            *tokenizer_content(encoder.tokenizer),
+            *(part for source in sources for part in (source.name, source.format, _content_digest(source))),
+        ]
+    )
+
+    def write(folder: Path) -> None:
+        corpus = encode_supervised(sources, encoder, columns, max_bad_rows)
+        for field, array in corpus.samples._asdict().items():
+            np.save(folder / f"{field}.npy", array)
+        (folder / "rows.json").write_text(json.dumps({"bad_rows": corpus.bad_rows, "sources": corpus.sources}))
+
+    folder = cached_folder(Path(cache_dir) / "supervised" / key, write)
+    arrays = (np.load(folder / f"{field}.npy", mmap_mode="r") for field in SupervisedTokens._fields)
+    about = json.loads((folder / "rows.json").read_text())
+    return SupervisedCorpus(SupervisedTokens(*arrays), [BadRow(*row) for row in about["bad_rows"]], about["sources"])
+
+
+def samples_of(corpus: SupervisedTokens) -> Iterator[EncodedChat]:
+    """The samples one by one."""
+    for start, end in zip(corpus.starts().tolist(), corpus.ends.tolist(), strict=True):
+        yield EncodedChat(corpus.tokens[start:end].tolist(), corpus.answer[start:end].tolist())
+
+
+def _encode_source(
+    source: Source, encoder: ChatEncoder, columns: Mapping[str, str] | None
+) -> Iterator[tuple[Record, EncodedChat | ValueError]]:
+    records = records_of(source)
+    while batch := list(itertools.islice(records, _ROWS_PER_CALL)):
+        read = [_read(record, columns) for record in batch]
+        encoded = iter(encoder.encode_all([item for item in read if isinstance(item, Conversation)]))
+        for record, item in zip(batch, read, strict=True):
+            yield record, item if isinstance(item, ValueError) else next(encoded)
+
+
+def _read(record: Record, columns: Mapping[str, str] | None) -> Conversation | ValueError:
+    if record.problem:
+        return ValueError(record.problem)
+    try:
+        json.dumps(record.fields, ensure_ascii=False, default=str).encode()
+        return read_conversation(record.fields, columns)
+    except UnicodeEncodeError:
+        return ValueError("has half of a surrogate pair")
+    except ValueError as error:
+        return error
+
+
+def _check_bad_rows(bad_rows: Sequence[BadRow], max_bad_rows: int) -> None:
+    if len(bad_rows) > max_bad_rows:
+        raise ValueError(
+            f"more than max_bad_rows={max_bad_rows} rows cannot be used; mend the input, or raise the limit to leave "
+            f"them out{_listed(bad_rows)}"
+        )
+
+
+def _listed(bad_rows: Sequence[BadRow]) -> str:
+    return "".join([". The first ones:" if bad_rows else "", *(f"\n  {row}" for row in bad_rows[:5])])
+
+
+def _content_digest(source: Source) -> bytes:
+    if source.format == "dataset":
+        return load_dataset(source.name, source.split)._fingerprint.encode()
+    with open(source.name, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
