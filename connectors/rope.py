@@ -44,13 +44,22 @@ class Rope:
         return {"rotary_base": theta} | unused | {name: scaling[hf_name] for hf_name, name in numbers.items()}
 
     def to_hf(self, config) -> dict[str, Any]:
-        """See :class:`Rule`."""
-        scaling = {"rope_type": "default"}
+        """See :class:`Rule`.
+
+        Raises:
+            ValueError: for two scalings at once.
+        """
+        scalings = []
         for rope_type, numbers in self.scalings.items():
             values = {hf_name: getattr(config, name, None) for hf_name, name in numbers.items()}
             if None not in values.values():
-                scaling = {"rope_type": rope_type, **values}
-        return rope_fields(config.rotary_base, scaling)
+                scalings.append({"rope_type": rope_type, **values})
+        if len(scalings) > 1:
+            raise ValueError(
+                f"the configuration scales its rotary embedding twice ({scalings}), which config.json cannot tell; "
+                "set seq_len_interpolation_factor=None"
+            )
+        return rope_fields(config.rotary_base, scalings[0] if scalings else {"rope_type": "default"})
 
 
 def read_rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.nemo
 
 TOLERANCE = 2e-5
-CAUSAL = ("qwen3", "qwen3_tied", "qwen3_sharded", "qwen2", "llama", "llama3_rope")
+CAUSAL = ("qwen3", "qwen3_tied", "qwen3_sharded", "qwen3_bin", "qwen2", "llama", "llama3_rope")
 DIFFUSION = ("a2d_qwen3", "a2d_qwen2", "a2d_llama", "sdar", "dream", "llada", "llada_gqa")
 BLOCK_SIZE = 4
 

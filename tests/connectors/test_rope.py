@@ -135,6 +135,9 @@ def test_scaled_frequencies_are_another_configuration_class():
     for config, expected in ((plain, None), (scaled, scaling)):
         assert family.config.to_hf(config)["rope_scaling"] == expected
         assert family.config.update(LLAMA2, config).get("rope_scaling") == expected
+    scaled.seq_len_interpolation_factor = 2.0
+    with pytest.raises(ValueError, match="scales its rotary embedding twice"):
+        family.config.to_hf(scaled)
 
 
 def test_a_scaling_without_its_numbers_is_refused():
