@@ -1,9 +1,25 @@
 """SDAR: Qwen3's weights as a block diffusion model."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from nemo_dllm.connectors.config_table import ConfigTable, Field
 from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS
 from nemo_dllm.connectors.family import Family, HFClass
 from nemo_dllm.connectors.qwen3 import qwen3_key_table
+from nemo_dllm.connectors.rope import Rope
+
+
+class NoSlidingWindow:
+    """``sliding_window``, which the class does not use, and LMDeploy reads without a default."""
+
+    def to_nemo(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See :class:`Rule`."""
+        return {}
+
+    def to_hf(self, config) -> dict[str, Any]:
+        """See :class:`Rule`."""
+        return {"sliding_window": None}
 
 
 def _nemo_config() -> type:
@@ -24,6 +40,7 @@ SDAR = Family(
             Field("max_position_embeddings", "max_position_embeddings", binding=False),
         ),
         fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+        rules=(Rope(), NoSlidingWindow()),
     ),
     key_table=qwen3_key_table,
     right_shift=False,

@@ -1,7 +1,10 @@
 """SDAR with experts: Qwen3-MoE's keys and configuration, block-causal attention."""
 
+from dataclasses import replace
+
 from nemo_dllm.connectors.family import Family, HFClass
 from nemo_dllm.connectors.qwen3_moe import CONFIG_TABLE, key_table
+from nemo_dllm.connectors.sdar import NoSlidingWindow
 
 
 def _nemo_config() -> type:
@@ -14,7 +17,7 @@ SDAR_MOE = Family(
     name="sdar_moe",
     hf_classes=(HFClass("sdar_moe", "SDARMoeForCausalLM", "block_causal"),),
     nemo_config=_nemo_config,
-    config=CONFIG_TABLE,
+    config=replace(CONFIG_TABLE, rules=(*CONFIG_TABLE.rules, NoSlidingWindow())),
     key_table=key_table,
     right_shift=False,
     mask_token="<|MASK|>",
