@@ -47,6 +47,26 @@ def test_committed_blocks_give_what_the_whole_canvas_gives(tiny_decoder, name, f
     assert mask not in torch.cat(cached.completions)
 
 
+def test_the_equality_is_not_vacuous(tiny_decoder):
+    """Another mask, other borders, or a prompt that sees itself in both directions: other tokens."""
+
+    class Bidirectional(type(tiny_decoder("sdar"))):
+        def commit(self, tokens_BL, positions_BL, cache, *, key_mask_BL, blocks_BL):
+            blocks_BL = torch.zeros_like(blocks_BL)
+            return super().commit(tokens_BL, positions_BL, cache, key_mask_BL=key_mask_BL, blocks_BL=blocks_BL)
+
+    def sample(model, **fields):
+        config = SamplerConfig(10, block_size=4, **fields)
+        return lists(generate(model, PROMPTS, config, mask_token_id=M).sequences)
+
+    right = sample(tiny_decoder("sdar", 4), block_origin="sequence")
+    assert sample(tiny_decoder("sdar"), block_origin="sequence") != right
+    assert sample(tiny_decoder("sdar"), cache="exact", block_origin="prompt") != right
+    bidirectional = tiny_decoder("sdar")
+    bidirectional.__class__ = Bidirectional
+    assert sample(bidirectional, cache="exact") != right
+
+
 def test_a_batch_with_a_cache_gives_what_its_rows_give_alone(tiny_decoder):
     config = SamplerConfig(9, cache="exact", block_size=4, temperature=0.8, remasking="random", seed=2)
     together = generate(tiny_decoder("sdar"), PROMPTS, config, mask_token_id=M)
