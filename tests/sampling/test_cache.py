@@ -13,6 +13,8 @@ from nemo_dllm.collections.diffusion.sampling import (
 from nemo_dllm.collections.diffusion.sampling.denoise import denoise
 
 M = 196
+# The first blocks of these are encoded together.
+LONG_PROMPTS = [[29, 12, 4, 0, 159, 33, 91, 8, 7], [3, 88, 1, 16, 33, 70, 25, 188, 118, 2, 67, 100, 40, 87]]
 PROMPTS = [[12, 60, 4], [29, 12, 4, 0, 159, 33, 91, 8, 7], [5], [88, 7, 1, 8]]
 
 
@@ -47,6 +49,15 @@ def test_committed_blocks_give_what_the_whole_canvas_gives(tiny_decoder, name, f
     assert mask not in torch.cat(cached.completions)
 
 
+@pytest.mark.parametrize("fields", [{}, {"right_shift": True}, {"cfg_scale": 1.0, "steps_per_block": 2}])
+def test_long_prompts_are_encoded_under_the_block_mask(tiny_decoder, fields):
+    fields = {"block_size": 4, "max_new_tokens": 7, **fields}
+    cached = generate(tiny_decoder("sdar"), LONG_PROMPTS, SamplerConfig(**fields, cache="exact"), mask_token_id=M)
+    config = SamplerConfig(**fields, block_origin="sequence")
+    whole = generate(tiny_decoder("sdar", 4), LONG_PROMPTS, config, mask_token_id=M)
+    assert lists(cached.sequences) == lists(whole.sequences)
+
+
 def test_the_equality_is_not_vacuous(tiny_decoder):
     """Another mask, other borders, or a prompt that sees itself in both directions: other tokens."""
 
@@ -57,7 +68,7 @@ def test_the_equality_is_not_vacuous(tiny_decoder):
 
     def sample(model, **fields):
         config = SamplerConfig(10, block_size=4, **fields)
-        return lists(generate(model, PROMPTS, config, mask_token_id=M).sequences)
+        return lists(generate(model, LONG_PROMPTS, config, mask_token_id=M).sequences)
 
     right = sample(tiny_decoder("sdar", 4), block_origin="sequence")
     assert sample(tiny_decoder("sdar"), block_origin="sequence") != right
