@@ -21,9 +21,10 @@ from torch.utils.data import Dataset
 
 from nemo_dllm.collections.diffusion.data.base_datamodule import DiffusionDataModule
 from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
+from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
 from nemo_dllm.collections.diffusion.models.loss import DiffusionLossReduction
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
-from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion
 from nemo_dllm.collections.diffusion.training.resume import ResumeLatest
 from nemo_dllm.connectors.config import hf_to_nemo_config
 from nemo_dllm.connectors.load import export_hf_tensors, load_hf_weights
@@ -137,25 +138,49 @@ def gradients(folder, rank, ranks, micro_batch_size, rows, config, steps):
 
 
 @dataclass
-class RecordedNoise(MaskedDiffusion):
-    """The objective with recorded draws: sample i takes row i of each."""
+class RecordedNoise:
+    """Recorded draws in place of an objective's own: sample i takes row i of each."""
 
     time: torch.Tensor = None
     uniforms: torch.Tensor = None
 
     def corrupt(self, tokens_BL, loss_mask_BL, sample_index_B, *, document_BL=None, validation=False):
         noise = {"time": self.time[sample_index_B], "uniforms_BL": self.uniforms[sample_index_B]}
-        return super().corrupt(tokens_BL, loss_mask_BL, sample_index_B, **noise)
+        return super().corrupt(tokens_BL, loss_mask_BL, sample_index_B, document_BL=document_BL, **noise)
 
 
-class FromCheckpoint(MDLMModel):
-    """Starts from the weights of a Hugging Face checkpoint."""
+@dataclass
+class RecordedMaskedDiffusion(RecordedNoise, MaskedDiffusion):
+    """With recorded draws."""
+
+
+@dataclass
+class RecordedBlockDiffusion(RecordedNoise, BlockDiffusion):
+    """With recorded draws."""
+
+
+class FromCheckpoint:
+    """A model that starts from the weights of a Hugging Face checkpoint."""
 
     hf_path = None
 
     def configure_model(self, vp_stage=None):
         super().configure_model(vp_stage)
         load_hf_weights(self.module, self.hf_path)
+
+
+class MDLMFromCheckpoint(FromCheckpoint, MDLMModel):
+    """From a checkpoint."""
+
+
+class BD3LMFromCheckpoint(FromCheckpoint, BD3LMModel):
+    """From a checkpoint."""
+
+
+RECORDED = {
+    "mdlm": (MDLMFromCheckpoint, RecordedMaskedDiffusion),
+    "bd3lm": (BD3LMFromCheckpoint, RecordedBlockDiffusion),
+}
 
 
 class Trajectory(pl.Callback, CallbackMethods):
@@ -181,11 +206,14 @@ class Trajectory(pl.Callback, CallbackMethods):
         self.kept["weights"].append(dict(export_hf_tensors(pl_module.module.module)))
 
 
-def trajectory(folder, rank, ranks, layout, micro_batch_size, hf_path, rows, noise, objective, optimizer, steps):
+def trajectory(folder, rank, ranks, layout, micro_batch_size, hf_path, rows, noise, kind, objective, optimizer, steps):
     """Trains on given rows and draws, in their order; writes what :class:`Trajectory` keeps."""
     callback = Trajectory()
-    model = FromCheckpoint(
-        hf_to_nemo_config(hf_path), RecordedNoise(**objective, **noise), optim=optimizer_of(clip_grad=0.0, **optimizer)
+    model_class, objective_class = RECORDED[kind]
+    model = model_class(
+        hf_to_nemo_config(hf_path),
+        objective_class(**objective, **noise),
+        optim=optimizer_of(clip_grad=0.0, **optimizer),
     )
     model.hf_path = hf_path
     trainer = trainer_of(folder, rank, ranks, layout, max_steps=steps, callbacks=[callback])
