@@ -105,6 +105,8 @@ class RecipeFamily:
     right_shift: bool = False
     kinds: tuple[str, ...] = tuple(KINDS)
     """Keys of ``KINDS``; names of recipes have them where there are several."""
+    objective: Mapping[str, object] = field(default_factory=dict)
+    """Fields of the objective in which the family differs from its kind."""
 
 
 FAMILIES: list[RecipeFamily] = []
@@ -148,7 +150,7 @@ def family_recipe(
                 model_kind.objective,
                 mask_token_id=family.mask_token_id,
                 right_shift=family.right_shift,
-                **model_kind.fields,
+                **{**model_kind.fields, **family.objective},
             ),
         ),
         data=run.Config(

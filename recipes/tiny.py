@@ -1,11 +1,12 @@
-"""A masked diffusion model small enough for a laptop: the quickstart and the tests."""
+"""Diffusion models small enough for a laptop: the quickstart and the tests."""
 
 import nemo_run as run
 from nemo.collections import llm
 
 from nemo_dllm.collections.diffusion.data.datamodule import TextDataModule
+from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
-from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion
 from nemo_dllm.recipes.builder import FUSIONS, Layout, Schedule, diffusion_recipe, register
 from nemo_dllm.recipes.tasks import pretrain
 
@@ -23,8 +24,26 @@ def mdlm_tiny(path: str | None = None, dir: str | None = None, name: str = "mdlm
 
         >>> run.run(mdlm_tiny(path="my_texts"), direct=True)
     """
+    return _tiny(MDLMModel, run.Config(MaskedDiffusion), path, dir, name, max_steps=500)
+
+
+def bd3lm_tiny(path: str | None = None, dir: str | None = None, name: str = "bd3lm_tiny") -> run.Partial:
+    """Pretrain a block diffusion model of a few million parameters on text, on the CPU or one GPU.
+
+    Args:
+        path, dir, name: see :func:`mdlm_tiny`.
+
+    Examples:
+        ``nemo llm pretrain --factory bd3lm_tiny --yes``
+    """
+    recipe = _tiny(BD3LMModel, run.Config(BlockDiffusion, block_size=8), path, dir, name, max_steps=200)
+    recipe.data.document_boundaries = False
+    return recipe
+
+
+def _tiny(model_class, objective: run.Config, path, dir, name, max_steps: int) -> run.Partial:
     model = run.Config(
-        MDLMModel,
+        model_class,
         config=run.Config(
             llm.Qwen3Config,
             num_layers=4,
@@ -39,13 +58,19 @@ def mdlm_tiny(path: str | None = None, dir: str | None = None, name: str = "mdlm
             share_embeddings_and_output_weights=True,
             **FUSIONS,
         ),
-        objective=run.Config(MaskedDiffusion),
+        objective=objective,
     )
     data = run.Config(
         TextDataModule, path=path, vocab_size=2048, seq_length=128, micro_batch_size=16, global_batch_size=16,
         num_val_rows=128,
     )  # fmt: skip
-    schedule = Schedule(max_steps=500, learning_rate=3e-3, warmup_steps=50, validation_interval=125, weight_decay=0.01)
+    schedule = Schedule(
+        max_steps=max_steps,
+        learning_rate=3e-3,
+        warmup_steps=max_steps // 10,
+        validation_interval=max_steps // 4,
+        weight_decay=0.01,
+    )
     return diffusion_recipe(
         pretrain,
         model=model,
@@ -58,4 +83,5 @@ def mdlm_tiny(path: str | None = None, dir: str | None = None, name: str = "mdlm
     )
 
 
-register(mdlm_tiny, target=llm.pretrain, name="mdlm_tiny")
+for _recipe in (mdlm_tiny, bd3lm_tiny):
+    register(_recipe, target=llm.pretrain, name=_recipe.__name__)

@@ -28,6 +28,9 @@ PUBLISHED = {
     "llama32_3b": 3_212_749_824,
     "llada_8b": 8_015_581_184,
     "dream_7b": 7_615_616_512,
+    "sdar_1p7b": 2_031_739_904,
+    "sdar_4b": 4_411_424_256,
+    "sdar_8b": 8_190_735_360,
 }
 
 
@@ -194,6 +197,15 @@ def test_what_the_recipes_of_a_size_differ_in(recipes):
             assert recipe.data.micro_batch_size == micro_batch_size
             assert recipe.optim.config.lr == pytest.approx(rate)
     assert recipes["qwen3_0p6b_bd3lm_pretrain"].model.objective.block_size == 32
+
+
+def test_sdar_is_block_diffusion_in_blocks_of_four(recipes):
+    from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
+
+    model = recipes["sdar_8b_pretrain"].model
+    assert model.__fn_or_cls__ is BD3LMModel
+    assert model.objective.block_size == 4
+    assert "sdar_8b_mdlm_pretrain" not in recipes
 
 
 def test_the_shift_is_the_family_s(recipes):
