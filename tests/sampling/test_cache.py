@@ -101,6 +101,12 @@ def test_a_block_is_encoded_once_and_each_step_sees_the_block_at_hand(tiny_decod
     assert lengths == [8, 4, 4, 4, 4, 4, 4, 1]
 
 
+def test_rows_of_unequal_prompts_fill_their_blocks_side_by_side(tiny_decoder):
+    prompts = [[1] * 4, [2] * 40]
+    result = generate(tiny_decoder("sdar"), prompts, SamplerConfig(8, cache="exact", block_size=4), mask_token_id=M)
+    assert result.steps == 8
+
+
 @pytest.mark.parametrize("fields", [{}, {"editing_threshold": 0.05}, {"steps_per_block": 2, "schedule": "even"}])
 def test_infilling_with_committed_blocks(tiny_decoder, fields):
     rows = [[7, M, M, 9, M, 3, 4, 5, M, 6], [1, 2, 3, 4, 5, M, 7]]

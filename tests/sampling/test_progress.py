@@ -7,7 +7,7 @@ from nemo_dllm.collections.diffusion.sampling.blocks import block_indices, gathe
 from nemo_dllm.collections.diffusion.sampling.progress import Progress, block_plan
 
 
-def progress(holes, lockstep=False, **fields):
+def progress(holes, lockstep=None, **fields):
     config = SamplerConfig(max_new_tokens=99, **fields)
     holes_BT = torch.tensor(holes, dtype=torch.bool)
     return Progress(holes_BT, block_indices(holes_BT, config.block_size, config.counts_blocks_from), config, lockstep)
@@ -49,11 +49,20 @@ def test_rows_move_on_by_themselves_or_wait():
     alone = progress(holes, block_size=2, block_origin="sequence")
     assert alone.blocks() == [0, 1]
     assert alone.advance([0, 1], [0, 0]) == [True, False] and alone.blocks() == [1, 1]
-    together = progress(holes, lockstep=True, block_size=2, block_origin="sequence")
+    together = progress(holes, lockstep="block", block_size=2, block_origin="sequence")
     assert together.blocks() == [0, None]
     assert together.advance([0, 0], [0, 0]) == [True, False] and together.blocks() == [1, 1]
     together.end([False, True])
     assert together.blocks() == [1, None]
+
+
+def test_rows_take_turns_though_their_blocks_have_other_numbers():
+    turns = progress([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]], lockstep="turn", block_size=2, block_origin="sequence")
+    assert turns.blocks() == [1, 0]
+    assert turns.advance([0, 1], [0, 0]) == [True, False] and turns.blocks() == [None, 0]
+    assert turns.advance([0, 0], [0, 0]) == [False, True] and turns.blocks() == [2, 1]
+    turns.end([True, False])
+    assert turns.blocks() == [None, 1]
 
 
 def test_a_full_block_waits_for_edits():

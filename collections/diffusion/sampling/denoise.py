@@ -115,7 +115,8 @@ class _Run:
         self.tokens_BT = canvas_BT.masked_fill(canvas.holes_BT, mask_token_id)
         self.holes_BT = canvas.holes_BT
         self.ordinals_BT = canvas.holes_BT.cumsum(dim=1) - 1
-        lockstep = config.cache == "exact" or config.quirks.lockstep
+        # Rows that finish their blocks together have them encoded in one pass.
+        lockstep = "turn" if config.cache == "exact" else "block" if config.quirks.lockstep else None
         self.progress = Progress(canvas.holes_BT, canvas.blocks_BT, config, lockstep)
         self.score = build_scorer(model, self.tokens_BT, canvas, mask_token_id, config)
         self.done_B = torch.zeros(len(canvas_BT), dtype=torch.bool, device=canvas_BT.device)
@@ -126,9 +127,9 @@ class _Run:
             blocks = self.progress.blocks()
             if all(block is None for block in blocks) or (self.config.quirks.stop_after_block and self.done_B.all()):
                 return
-            active_BT, busy_B1 = self._active(blocks)
-            candidates_BT = self._candidates(active_BT, busy_B1)
-            editable_BT = self._editable(active_BT & busy_B1)
+            active_BT = self._active(blocks)
+            candidates_BT = self._candidates(active_BT)
+            editable_BT = self._editable(active_BT)
             scored_BT = candidates_BT | editable_BT
             predictions = self._predict(active_BT, scored_BT)
             quota_B = torch.tensor(self.progress.quotas(), device=self.tokens_BT.device)
@@ -141,30 +142,25 @@ class _Run:
             filled_BT = selected_BT & (self.tokens_BT != self.mask_token_id)
             self.holes_BT = holes_before_BT & ~filled_BT
             finished_B = self._advance(active_BT, edited_BT)
-            self._close_ended(active_BT & busy_B1 & ~finished_B[:, None])
+            self._close_ended(active_BT & ~finished_B[:, None])
             step += 1
             edits_BT = None if self.config.editing_threshold is None else edited_BT
             yield DenoiseStep(self.tokens_BT, self.holes_BT, holes_before_BT & ~self.holes_BT, step, edits_BT)
 
-    def _active(self, blocks: list[int | None]) -> tuple[Tensor, Tensor]:
-        """Positions of the block at hand, and the rows that have work there."""
+    def _active(self, blocks: list[int | None]) -> Tensor:
+        """Positions of the block at hand, none in rows that have nothing to do; bool [B, T]."""
         nothing = torch.iinfo(torch.int64).min
-        busy_B1 = torch.tensor([[block is not None] for block in blocks], device=self.tokens_BT.device)
-        if self.config.cache == "exact":
-            # Idle rows pass as well, so that all stay in step.
-            slowest = min(block for block in blocks if block is not None)
-            return self.canvas.keys_BT & (self.canvas.blocks_BT == slowest), busy_B1
         numbers = [[nothing if block is None else block] for block in blocks]
         current_B1 = torch.tensor(numbers, device=self.tokens_BT.device)
-        return self.canvas.keys_BT & (self.canvas.blocks_BT == current_B1), busy_B1
+        return self.canvas.keys_BT & (self.canvas.blocks_BT == current_B1)
 
-    def _candidates(self, active_BT: Tensor, busy_B1: Tensor) -> Tensor:
+    def _candidates(self, active_BT: Tensor) -> Tensor:
         if not self.config.quirks.stray_masks_compete:
-            return self.holes_BT & active_BT & busy_B1
+            return self.holes_BT & active_BT
         lowest = torch.iinfo(torch.int64).min
         current_B1 = self.canvas.blocks_BT.masked_fill(~active_BT, lowest).amax(dim=1, keepdim=True)
         masks_BT = self.canvas.keys_BT & (self.tokens_BT == self.mask_token_id)
-        return masks_BT & (self.canvas.blocks_BT <= current_B1) & busy_B1
+        return masks_BT & (self.canvas.blocks_BT <= current_B1)
 
     def _editable(self, block_BT: Tensor) -> Tensor:
         if self.config.editing_threshold is None:

@@ -6,6 +6,7 @@ Shape letters: B rows, T canvas positions.
 from collections import deque
 from collections.abc import Sequence
 from math import ceil
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -40,13 +41,17 @@ class Progress:
         holes_BT: bool, positions to fill.
         blocks_BT: int64, the block of each position, see ``block_indices``.
         config: steps, schedule, editing and quirks are read.
-        lockstep: rows ahead of the slowest one wait for it.
+        lockstep: rows ahead of the slowest one wait for it. "turn" compares how many blocks each has finished, "block"
+            the blocks' numbers; None lets them go on.
     """
 
-    def __init__(self, holes_BT: Tensor, blocks_BT: Tensor, config: SamplerConfig, lockstep: bool):
+    def __init__(
+        self, holes_BT: Tensor, blocks_BT: Tensor, config: SamplerConfig, lockstep: Literal["turn", "block"] | None
+    ):
         self._plans = [
             deque(block_plan(holes_T, blocks_T, config)) for holes_T, blocks_T in zip(holes_BT, blocks_BT, strict=True)
         ]
+        self._turns = [0] * len(self._plans)
         self._passes = [0] * len(self._plans)
         self._post_passes = [0] * len(self._plans)
         self._max_post = 0 if config.editing_threshold is None else config.max_post_steps
@@ -56,10 +61,11 @@ class Progress:
     def blocks(self) -> list[int | None]:
         """The block that each row works on in the next pass, None where it has nothing to do."""
         current = [plan[0][0] if plan else None for plan in self._plans]
-        if not self._lockstep:
+        if self._lockstep is None:
             return current
-        slowest = min((block for block in current if block is not None), default=None)
-        return [block if block == slowest else None for block in current]
+        places = self._turns if self._lockstep == "turn" else current
+        slowest = min((place for place, plan in zip(places, self._plans, strict=True) if plan), default=None)
+        return [block if place == slowest else None for place, block in zip(places, current, strict=True)]
 
     def quotas(self) -> list[int]:
         """Tokens that each row commits at least in the next pass; meaningless where it has nothing to do."""
@@ -85,6 +91,7 @@ class Progress:
         for row, done in enumerate(finished):
             if done:
                 self._plans[row].popleft()
+                self._turns[row] += 1
                 self._passes[row] = self._post_passes[row] = 0
         return finished
 

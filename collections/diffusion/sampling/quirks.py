@@ -18,7 +18,7 @@ class ReferenceQuirks:
             rather than the lowest first.
         pad_ids_are_padding: a pad token inside a prompt is not attended to, and positions do not count it.
         global_noise: noise comes from torch's global generator for whole batches at once.
-        lockstep: a row that has filled its block waits for the others. (A cache of committed blocks always waits.)
+        lockstep: a row that has filled its block waits for the others. (With an exact cache it always does.)
         stop_after_block: the run ends when every row has finished a block with an end token in it; what follows stays
             masked.
     """

@@ -69,8 +69,9 @@ class CommittedBlocks:
         self._last_BV = None
 
     def __call__(self, tokens_BT: Tensor, active_BT: Tensor, scored_BT: Tensor) -> Tensor:
-        block = self._canvas.blocks_BT[active_BT][0]
-        earlier_BT = self._canvas.keys_BT & (self._canvas.blocks_BT < block)
+        lowest = torch.iinfo(torch.int64).min
+        current_B1 = self._canvas.blocks_BT.masked_fill(~active_BT, lowest).amax(dim=1, keepdim=True)
+        earlier_BT = self._canvas.keys_BT & (self._canvas.blocks_BT < current_B1)
         self._commit(tokens_BT, earlier_BT & ~self._committed_BT)
         window = gather_window(active_BT)
         logits_BLV = self._model.denoise(
