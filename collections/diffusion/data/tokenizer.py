@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from nemo_dllm.collections.diffusion.data.cache import cached_folder, content_key, write_folder
 
 if TYPE_CHECKING:
+    from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # Changes whenever the same texts would give another tokenizer.
@@ -74,10 +75,29 @@ def load_tokenizer(tokenizer: "str | Path | PreTrainedTokenizerBase") -> "PreTra
         return tokenizer
     from transformers import AutoTokenizer
 
+    _check_exists(tokenizer)
+    return AutoTokenizer.from_pretrained(str(tokenizer))
+
+
+def load_nemo_tokenizer(tokenizer: "str | Path | AutoTokenizer") -> "AutoTokenizer":
+    """NeMo's wrapper itself, or of the tokenizer of that folder or name.
+
+    Raises:
+        FileNotFoundError: a path does not exist.
+    """
+    if not isinstance(tokenizer, str | Path):
+        return tokenizer
+    from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
+
+    _check_exists(tokenizer)
+    return AutoTokenizer(str(tokenizer))
+
+
+def _check_exists(tokenizer: str | Path) -> None:
+    """A name of the hub is not looked for, a path is."""
     only_a_path = isinstance(tokenizer, Path) or tokenizer.startswith((os.sep, ".", "~"))
     if only_a_path and not Path(tokenizer).exists():
         raise FileNotFoundError(f"tokenizer='{tokenizer}' does not exist; name a folder with tokenizer.json")
-    return AutoTokenizer.from_pretrained(str(tokenizer))
 
 
 def tokenizer_content(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
