@@ -52,12 +52,20 @@ def megatrons_own(model):
     """Megatron's GPT with the weights of a built diffusion model."""
     from megatron.core.transformer.attention import SelfAttention
 
+    from nemo_dllm.collections.diffusion.attention.core import PatternAttention
     from nemo_dllm.collections.diffusion.attention.layers import diffusion_block_spec
+    from nemo_dllm.collections.diffusion.attention.masks import Bidirectional
+
+    class KeyMaskedAttention(PatternAttention):
+        def forward(self, query, key, value, attention_mask, **unused):
+            return super().forward(query, key, value, Bidirectional(attention_mask))
 
     def layers(config):
         block = diffusion_block_spec(config, transformer_impl="local")
         for layer in block.layer_specs:
-            layer.submodules.self_attention.module = SelfAttention
+            attention = layer.submodules.self_attention
+            attention.module, attention.submodules.core_attention = SelfAttention, KeyMaskedAttention
+            attention.params.pop("drop_clean", None)
         return block
 
     config = copy.deepcopy(model.config)
