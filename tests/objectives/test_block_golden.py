@@ -22,6 +22,9 @@ FILES = {
     case["file"].removesuffix(".safetensors"): case for case in json.loads((FOLDER / "index.json").read_text())["bd3lm"]
 }
 TENSORS = {name: load_file(FOLDER / f"{name}.safetensors") for name in FILES}
+DEVICES = ["cpu"]
+if torch.cuda.is_available():
+    DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
 CASES = list(
     itertools.product(FILES, ["linear", "cosine"], ["scheduler", "uniform"], ["token", "sequence", "batch"], [0, 1])
 )
@@ -43,8 +46,8 @@ def prefix_of(name, shift):
     return "bos." if shift and FILES[name]["bos_prepended_when_shifted"] else ""
 
 
-def check_against_reference(name, schedule, weight, norm, shift, block_size=4, mutate=lambda it: it):
-    golden, prefix = TENSORS[name], prefix_of(name, shift)
+def check_against_reference(name, schedule, weight, norm, shift, block_size=4, mutate=lambda it: it, device="cpu"):
+    golden, prefix = {key: value.to(device) for key, value in TENSORS[name].items()}, prefix_of(name, shift)
     objective = mutate(objective_of(name, schedule, weight, norm, shift, block_size))
     tokens_BL, labels_BL, logits_BSV = (golden[prefix + key] for key in ("input_ids", "labels", "logits"))
     corruption = objective.corrupt(
@@ -65,7 +68,7 @@ def check_against_reference(name, schedule, weight, norm, shift, block_size=4, m
     actual = (nll_N * scored.loss_weight).sum() / corruption.count.clamp(min=1)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
     assert FILES[name]["losses"][f"{schedule}.{weight}.{norm}.{side}"] == expected.item()
-    bound_BL = torch.zeros(tokens_BL.shape)
+    bound_BL = torch.zeros(tokens_BL.shape, device=device)
     bound_BL[corruption.masked] = nll_N * scored.nll_weight
     torch.testing.assert_close(bound_BL, golden[f"weighted_nll.{schedule}.scheduler.{side}"], rtol=1e-5, atol=0)
 
@@ -84,11 +87,12 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "schedule", "weight", "norm", "shift"), CASES)
-def test_reference_loss(name, schedule, weight, norm, shift):
+def test_reference_loss(name, schedule, weight, norm, shift, device):
     """For given logits the loss does not depend on the block size."""
     for block_size in FILES[name]["blocks"]:
-        check_against_reference(name, schedule, weight, norm, shift, block_size)
+        check_against_reference(name, schedule, weight, norm, shift, block_size, device=device)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

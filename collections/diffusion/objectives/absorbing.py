@@ -182,7 +182,8 @@ class AbsorbingDiffusion:
         time_BP, part_BL = self._parts(time, position_BL.expand(len(tokens_BL), -1), sample_index_B, validation)
         if uniforms_BL is None:
             uniforms_BL = uniforms(self.seed, sample_index_B, length, "validation_mask" if validation else "mask")
-        maskable_BL = (loss_mask_BL.to(device) != 0) & (position_BL.to(device) >= self.shift)
+        position_BL = position_BL.to(device)
+        maskable_BL = (loss_mask_BL.to(device) != 0) & (position_BL >= self.shift)
         clipped = not validation and self.time_range is not None
         part_RL = part_BL.repeat(self.views, 1).to(device)
         rate_RL, time_RL, weight_RL = (

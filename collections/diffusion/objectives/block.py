@@ -84,7 +84,7 @@ class BlockDiffusion(AbsorbingDiffusion):
     def _next_tokens(self, tokens_BL: Tensor, corruption: Corruption) -> ScoredTokens:
         # The clean copies of all views are the same; the first view's is scored.
         maskable_BL = corruption.maskable[: len(tokens_BL)]
-        row, position = (maskable_BL & (corruption.position.to(maskable_BL.device) > 0)).nonzero(as_tuple=True)
+        row, position = (maskable_BL & (corruption.position > 0)).nonzero(as_tuple=True)
         scale_B1, _ = LOSS_NORMS[self.loss_norm](maskable_BL)
         loss_weight = self.ar_loss_weight * scale_B1[row, 0]
         return ScoredTokens(
