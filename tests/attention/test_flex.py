@@ -42,6 +42,7 @@ def patterns(length, block_size):
         "noisy and clean, padded": (NoisyClean(block_size, length, **right), 2 * length),
         "noisy and clean, packed": (NoisyClean(block_size, length, **documents), 2 * length),
         "noisy and clean, packed and padded": (NoisyClean(block_size, length, **documents, **right), 2 * length),
+        "noisy and causal clean, padded": (NoisyClean(block_size, length, **right, clean_causal=True), 2 * length),
         "block-causal": (BlockCausal(block_size), length),
         "block-causal, padded": (BlockCausal(block_size, **left), length),
         "block-causal, packed": (BlockCausal(block_size, **documents), length),

@@ -19,6 +19,7 @@ NAMES = [
     "noisy and clean",
     "noisy and clean, padded",
     "noisy and clean, packed",
+    "noisy and clean, causal",
     "block-causal",
     "block-causal, packed and padded",
     "bidirectional, packed",
@@ -37,6 +38,7 @@ def pattern_of(name):
         ends_BD = torch.tensor([[128, 150, 300], [1, 2, 3], [333, 333, 333]], device="cuda")
         given["document_BL"] = (index_L >= ends_BD[:, :, None]).sum(1)
     if kind == "noisy and clean":
+        given["clean_causal"] = "causal" in fields
         return NoisyClean(32, L, **given), 2 * L, real_BL.repeat(1, 2)
     if kind == "bidirectional":
         return Bidirectional(**given), L, real_BL

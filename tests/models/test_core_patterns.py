@@ -139,6 +139,21 @@ def test_one_block_for_all_is_bidirectional_and_blocks_of_one_are_causal(model_o
     assert (causal_BLV - bidirectional_BLV).abs().max() > 1e-2
 
 
+@by_model
+@torch.no_grad()
+def test_a_clean_half_that_is_read_is_the_autoregressive_model(model_of, kind, backend):
+    """In the same pass; what the noised half shows is then that of causal earlier blocks."""
+    model, clean_BL = model_of(kind, backend), random_tokens(2, 11)
+    both_BS = torch.cat((noised(clean_BL), clean_BL), dim=1)
+    logits_BSV = model(both_BS, attention_mask=NoisyClean(4, 11, clean_causal=True, clean_output=True))
+    assert logits_BSV.shape == (2, 22, 200)
+    causal_BLV = model(clean_BL, attention_mask=BlockCausal(1))
+    torch.testing.assert_close(logits_BSV[:, 11:], causal_BLV, rtol=0, atol=1e-5)
+    noised_only_BLV = model(both_BS, attention_mask=NoisyClean(4, 11, clean_causal=True))
+    torch.testing.assert_close(logits_BSV[:, :11], noised_only_BLV, rtol=0, atol=1e-5)
+    assert (model(both_BS, attention_mask=NoisyClean(4, 11)) - noised_only_BLV)[:, 4:].abs().max() > 1e-2
+
+
 def packed_and_alone(kind_of_pattern, lengths):
     """Tokens and pattern of documents in one row, and of each document in a row of its own."""
     document_BL = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
