@@ -40,6 +40,7 @@ def loaded(request, models, tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
     folders = {base: with_code(models / f"a2d_{base.lower()}", root / base, base) for base in BASES}
     folders["Llama 3"] = with_code(models / "llama3_rope", root / "llama3", "Llama")
+    folders["Qwen3Moe"] = with_code(models / "qwen3_moe", root / "qwen3_moe", "Qwen3Moe")
     return folders, load(python, version, folders.values())
 
 
@@ -72,7 +73,7 @@ def with_code(source: Path, folder: Path, base: str) -> Path:
     return folder
 
 
-CHECKPOINTS = pytest.mark.parametrize("name", [*BASES, "Llama 3"])
+CHECKPOINTS = pytest.mark.parametrize("name", [*BASES, "Llama 3", "Qwen3Moe"])
 
 
 @CHECKPOINTS
@@ -156,3 +157,5 @@ def test_refuses_two_inputs_and_what_it_does_not_do():
             model(ids, **argument)
     embedded = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
     assert torch.equal(embedded, model(ids).logits)
+    with pytest.raises(ValueError, match="does not support an attention implementation through torch's flex_attention"):
+        A2DLlamaLMHeadModel._from_config(config, attn_implementation="flex_attention")
