@@ -64,6 +64,11 @@ def test_forbidden_tokens_and_input_left_alone():
         (4, {"begin_suppress_token_ids": (9,)}, "begin_suppress_token_ids: 9 is outside"),
         (4, {"stop_token_ids": (8,)}, "stop_token_ids: 8 is outside"),
         (4, {"eos_token_id": 6}, "eos_token_id: 6 is outside"),
+        (
+            4,
+            {"suppress_token_ids": (0, 1, 2), "begin_suppress_token_ids": (3,)},
+            "are the whole vocabulary of 5; leave",
+        ),
     ],
 )
 def test_ids_outside_the_vocabulary(mask_id, fields, message):

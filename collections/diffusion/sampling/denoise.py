@@ -138,8 +138,9 @@ class _Run:
             proposed_BT = before_BT.masked_scatter(scored_BT, predictions.tokens_N)
             edited_BT = self._edits(predictions, scored_BT, editable_BT, proposed_BT)
             self.tokens_BT = torch.where(selected_BT | edited_BT, proposed_BT, before_BT)
-            # With quirks a committed position may hold the mask token still.
-            filled_BT = selected_BT & (self.tokens_BT != self.mask_token_id)
+            filled_BT = selected_BT
+            if self.config.quirks.mask_token_allowed:
+                filled_BT = selected_BT & (self.tokens_BT != self.mask_token_id)
             self.holes_BT = holes_before_BT & ~filled_BT
             finished_B = self._advance(active_BT, edited_BT)
             self._close_ended(active_BT & ~finished_B[:, None])

@@ -13,7 +13,7 @@ from nemo_dllm.collections.diffusion.sampling.noise import gumbel
 
 
 def check_token_ids(config: SamplerConfig, mask_token_id: int, vocabulary: int) -> None:
-    """Raise ValueError where a token id lies outside the model's vocabulary."""
+    """Raise ValueError where a token id lies outside the model's vocabulary, or every token is suppressed."""
     ids = {"mask_token_id": (mask_token_id,)} | {
         name: getattr(config, name) for name in ("suppress_token_ids", "begin_suppress_token_ids", "stop_token_ids")
     }
@@ -26,6 +26,11 @@ def check_token_ids(config: SamplerConfig, mask_token_id: int, vocabulary: int) 
                     f"{field}: {token_id} is outside the model's vocabulary of {vocabulary}; "
                     f"choose an id from 0 to {vocabulary - 1}"
                 )
+    if len({mask_token_id, *config.suppress_token_ids, *config.begin_suppress_token_ids}) >= vocabulary:
+        raise ValueError(
+            f"suppress_token_ids, begin_suppress_token_ids and the mask token are the whole vocabulary of {vocabulary};"
+            " leave a token to choose"
+        )
 
 
 def restrict_logits(logits_NV: Tensor, ordinals_N: Tensor, mask_token_id: int, config: SamplerConfig) -> Tensor:
