@@ -8,7 +8,7 @@ def a2d_class(base: str) -> HFClass:
     """The diffusion class with the keys of an autoregressive one.
 
     Args:
-        base: ``Qwen3``, ``Qwen2`` or ``Llama``, as ``connectors/modeling/modeling_a2d.py`` has them.
+        base: ``Qwen3``, ``Qwen3Moe``, ``Qwen2`` or ``Llama``, as ``connectors/modeling/modeling_a2d.py`` has them.
     """
     architecture = f"A2D{base}LMHeadModel"
     model = f"{modeling.A2D.stem}.{architecture}"

@@ -1,8 +1,9 @@
-"""Qwen3 with experts."""
+"""Qwen3 with experts, and the same weights as a diffusion model."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_dllm.connectors.a2d import a2d_class
 from nemo_dllm.connectors.config_table import ConfigTable, Field
 from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS
 from nemo_dllm.connectors.decoder_keys import (
@@ -48,6 +49,25 @@ class TopKNormalisation:
         return {"norm_topk_prob": not config.moe_router_pre_softmax}
 
 
+class NumberOfExperts:
+    """``num_experts``; files that transformers 5 saved call it ``num_local_experts``."""
+
+    def to_nemo(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See :class:`Rule`.
+
+        Raises:
+            ValueError: where config.json names no number.
+        """
+        number = hf.get("num_experts", hf.get("num_local_experts"))
+        if number is None:
+            raise ValueError("config.json lacks num_experts")
+        return {"num_moe_experts": number}
+
+    def to_hf(self, config) -> dict[str, Any]:
+        """See :class:`Rule`."""
+        return {"num_experts": config.num_moe_experts}
+
+
 def key_table(config) -> KeyTable:
     """Names of Qwen3-MoE, which SDAR-MoE has too."""
     layers, sparse = range(config.num_layers), sparse_layers(config)
@@ -70,12 +90,11 @@ CONFIG_TABLE = ConfigTable(
         Field("num_key_value_heads", "num_query_groups"),
         Field("head_dim", "kv_channels", default=128),
         Field("max_position_embeddings", "max_position_embeddings", binding=False),
-        Field("num_experts", "num_moe_experts"),
         Field("num_experts_per_tok", "moe_router_topk"),
         Field("moe_intermediate_size", "moe_ffn_hidden_size"),
     ),
     fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
-    rules=(Rope(), SparseStep(), TopKNormalisation()),
+    rules=(Rope(), SparseStep(), NumberOfExperts(), TopKNormalisation()),
 )
 
 
@@ -89,7 +108,7 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     hf_classes=(
         HFClass("qwen3_moe", "Qwen3MoeForCausalLM", "causal"),
-        HFClass("a2d-qwen3_moe", "A2DQwen3MoeLMHeadModel", "bidirectional"),
+        a2d_class("Qwen3Moe"),
     ),
     nemo_config=_nemo_config,
     config=CONFIG_TABLE,

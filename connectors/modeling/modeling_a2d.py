@@ -1,4 +1,4 @@
-"""Masked diffusion language models with the weights and keys of Qwen3, Qwen2 or Llama.
+"""Masked diffusion language models with the weights and keys of Qwen3 (dense or with experts), Qwen2 or Llama.
 
 Their attention is bidirectional: every token attends to every real token, or to those that a 4-D mask allows. The
 logits at a position are those of the token at that position, or of the next one where config.json has
@@ -21,6 +21,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeModel,
+    Qwen3MoePreTrainedModel,
     Qwen3PreTrainedModel,
 )
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
@@ -179,3 +183,40 @@ class A2DLlamaLMHeadModel(DiffusionLM, LlamaPreTrainedModel):
     config_class = A2DLlamaConfig
     decoder_class = A2DLlamaModel
     _tied_weights_keys = LlamaForCausalLM._tied_weights_keys
+
+
+class A2DQwen3MoeConfig(BothRopeSpellings, Qwen3MoeConfig):
+    """Configuration of Qwen3 with experts."""
+
+    model_type = "a2d-qwen3moe"
+
+    def to_dict(self):
+        """All fields, the number of experts also under the name that transformers 4 reads."""
+        return {**super().to_dict(), "num_experts": self.num_experts}
+
+
+class A2DQwen3MoeModel(Bidirectional, Qwen3MoeModel):
+    """Decoder of Qwen3 with experts."""
+
+    config_class = A2DQwen3MoeConfig
+
+
+class A2DQwen3MoeLMHeadModel(DiffusionLM, Qwen3MoePreTrainedModel):
+    """Qwen3 with experts as a diffusion model."""
+
+    config_class = A2DQwen3MoeConfig
+    decoder_class = A2DQwen3MoeModel
+    _tied_weights_keys = Qwen3MoeForCausalLM._tied_weights_keys
+
+
+def keep_keys_of_experts():
+    """Transformers 5 stacks experts while it loads, by model type; files have one tensor per expert."""
+    try:
+        from transformers import conversion_mapping
+    except ImportError:  # Transformers 4 has them as they are in the files.
+        return
+    mapping = conversion_mapping.get_checkpoint_conversion_mapping("qwen3_moe")
+    conversion_mapping.register_checkpoint_conversion_mapping(A2DQwen3MoeConfig.model_type, mapping, overwrite=True)
+
+
+keep_keys_of_experts()

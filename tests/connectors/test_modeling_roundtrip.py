@@ -14,7 +14,7 @@ pytestmark = pytest.mark.nemo
 
 # Written anew by every conversion: it names the source.
 SUMMARY = "nemo_dllm_conversion.json"
-FAMILIES = {"qwen3_tied": "a2d-qwen3", "llama": "a2d-llama"}
+FAMILIES = {"qwen3_tied": "a2d-qwen3", "llama": "a2d-llama", "qwen3_moe": "a2d-qwen3moe"}
 
 
 @pytest.fixture(scope="module")

@@ -129,6 +129,11 @@ def test_dense_layers_and_shared_experts_of_llada2(models, fields, frequency, sh
     assert (values["moe_layer_freq"], values["moe_shared_expert_intermediate_size"]) == (frequency, shared)
 
 
+def test_reads_the_number_of_experts_as_transformers_5_calls_it(models):
+    hf = hf_config(models, "qwen3_moe", num_experts=..., num_local_experts=8)
+    assert QWEN3_MOE.config.to_nemo(hf) == QWEN3_MOE.config.to_nemo(hf_config(models, "qwen3_moe"))
+
+
 def test_silent_fields_have_the_defaults_of_the_published_classes(models):
     silent = {"norm_topk_prob": ..., "head_dim": ...}
     values = QWEN3_MOE.config.to_nemo(hf_config(models, "qwen3_moe", **silent))

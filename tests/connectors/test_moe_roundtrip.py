@@ -69,5 +69,5 @@ def test_an_autoregressive_model_becomes_a_diffusion_model(roundtrip, models):
     ours, theirs = weights(exported), weights(models / "qwen3_moe")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     config = json.loads((exported / "config.json").read_text())
-    assert (config["model_type"], config["mask_token_id"]) == ("a2d-qwen3_moe", 196)
+    assert (config["model_type"], config["mask_token_id"]) == ("a2d-qwen3moe", 196)
     assert (config["num_experts"], config["norm_topk_prob"], config["mlp_only_layers"]) == (8, True, [])
