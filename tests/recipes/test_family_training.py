@@ -1,0 +1,60 @@
+"""A family's recipe from a Hugging Face folder, two steps, and back to a Hugging Face folder."""
+
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import runpy
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.nemo
+
+MODELS = Path(__file__).parents[1] / "golden" / "models"
+# recipe, golden checkpoint, mask token, fields of the objective
+JOBS = {
+    "dream": ("dream_7b_finetune", "dream", 194, {}),
+    "llada": ("llada_8b_pretrain", "llada_gqa", 197, {}),
+    "llama": ("llama31_8b_a2d_pretrain", "llama3_rope", 196, {}),
+    "qwen2": ("qwen25_7b_bd3lm_finetune", "qwen2", 196, {"block_size": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def forks():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["nemo_dllm.recipes", "nemo_dllm.connectors.hf_export"])
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUDA_VISIBLE_DEVICES", "")
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+@pytest.mark.parametrize("family", JOBS)
+def test_from_a_folder_to_a_folder(forks, tmp_path, family):
+    recipe, checkpoint, mask_token_id, objective = JOBS[family]
+    job = {
+        "recipe_name": recipe,
+        "checkpoint": MODELS / checkpoint,
+        "folder": tmp_path,
+        "mask_token_id": mask_token_id,
+        "objective": objective,
+    }
+    script = Path(__file__).with_name("family_jobs.py")
+    process = forks.Process(target=runpy.run_path, args=(str(script), {"job": job}, "__main__"))
+    process.start()
+    process.join(timeout=200)
+    assert process.exitcode == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (MODELS / checkpoint, tmp_path / "hf"))
+    assert before.keys() == after.keys()
+    moved = {name: (after[name] - before[name]).abs().max().item() for name in before}
+    # Two steps at the recipe's rate: all weights have moved, none further than two steps of Adam take it.
+    assert min(moved.values()) > 0 and max(moved.values()) < 1e-3
+    source, config = (json.loads((f / "config.json").read_text()) for f in (MODELS / checkpoint, tmp_path / "hf"))
+    if family in ("dream", "llada"):
+        assert config == source
+    else:
+        assert config["model_type"] == f"a2d-{family}"
+        assert config["mask_token_id"] == mask_token_id
+        assert config.get("block_size") == objective.get("block_size")
