@@ -204,26 +204,24 @@ def _log(name: str, dir: str | None) -> run.Config:
     )
 
 
-def register(recipe: Callable[..., run.Partial], *, target: Callable, name: str, **fixed: object) -> None:
+def register(recipe: Callable[..., run.Partial], *, target: Callable, name: str) -> None:
     """Offer a recipe to the ``nemo`` command.
 
     Args:
         recipe: function that returns a recipe.
         target: the command: ``nemo.collections.llm.pretrain`` or ``finetune``.
         name: what ``--factory`` calls it; also the default name of its runs.
-        fixed: arguments of ``recipe`` that the name stands for.
     """
     signature = inspect.signature(recipe)
-    open_parameters = [
+    parameters = [
         parameter.replace(default=name) if key == "name" else parameter
         for key, parameter in signature.parameters.items()
-        if key not in fixed
     ]
 
     def factory(**arguments):
-        return recipe(**fixed, **{"name": name, **arguments})
+        return recipe(**{"name": name, **arguments})
 
     factory.__name__ = factory.__qualname__ = name
     factory.__doc__ = recipe.__doc__
-    factory.__signature__ = signature.replace(parameters=open_parameters)
+    factory.__signature__ = signature.replace(parameters=parameters)
     RECIPES[name] = run.cli.factory(target=target, name=name)(factory)

@@ -192,11 +192,11 @@ def register_family(family: RecipeFamily) -> None:
         for kind in family.kinds:
             for task in TASKS:
                 name = recipe_name(family, size, kind, task)
-                register(_factory(family, size, kind, task, name), target=TASKS[task].command, name=name)
+                register(_factory(family, size, kind, task), target=TASKS[task].command, name=name)
 
 
-def _factory(family: RecipeFamily, size: str, kind: str, task: str, default_name: str) -> Callable[..., run.Partial]:
-    def factory(dir: str | None = None, name: str = default_name, init_from: str | None = None) -> run.Partial:
+def _factory(family: RecipeFamily, size: str, kind: str, task: str) -> Callable[..., run.Partial]:
+    def factory(*, name: str, dir: str | None = None, init_from: str | None = None) -> run.Partial:
         return family_recipe(family, size, kind, task, name=name, dir=dir, init_from=init_from)
 
     purpose = KINDS[kind].purpose.format(family=f"{family.title} {size.replace('p', '.').upper()}")
