@@ -34,7 +34,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def run_recipe(forks, text, tmp_path_factory):
-    """Runs ``mdlm_tiny``, made smaller still, in a folder, with some of its fields edited.
+    """Runs a tiny recipe, made smaller still, in a folder, with some of its fields edited.
 
     Returns what recorded_run.py wrote, of each rank where there are several.
     """
@@ -60,7 +60,7 @@ def run_recipe(forks, text, tmp_path_factory):
         "optim.lr_scheduler.warmup_steps": 2,
     }
 
-    def run(folder, ranks=1, killed_after=None, precision="fp32", **edits):
+    def run(folder, ranks=1, killed_after=None, precision="fp32", factory="mdlm_tiny", **edits):
         records = tmp_path_factory.mktemp("records")
         edits = {name.replace("__", "."): value for name, value in edits.items()}
         processes = []
@@ -69,6 +69,7 @@ def run_recipe(forks, text, tmp_path_factory):
             job |= {
                 "killed_after": killed_after,
                 "precision": precision,
+                "factory": factory,
                 "edits": small | {"trainer.devices": ranks} | edits,
             }
             processes.append(forks.Process(target=runpy.run_path, args=(str(script), {"job": job}, "__main__")))

@@ -1,4 +1,4 @@
-"""One run of ``mdlm_tiny`` as the global ``job`` asks, a dict; what it did is a JSON file of each rank.
+"""One run of a tiny recipe as the global ``job`` asks, a dict; what it did is a JSON file of each rank.
 
 Keys of a record: ``losses``, ``samples`` and ``rates`` by step; ``validations``, a list of (step, metrics);
 ``train``, a list of (step, metrics logged last); ``start``, the step; ``epoch``, the number of the last one;
@@ -16,8 +16,8 @@ import lightning.pytorch as pl
 import torch
 
 from nemo_dllm.collections.diffusion.training.metrics import DiffusionMetrics
+from nemo_dllm.recipes import tiny
 from nemo_dllm.recipes.builder import set_precision
-from nemo_dllm.recipes.tiny import mdlm_tiny
 
 
 class Recorder(pl.Callback):
@@ -32,10 +32,10 @@ class Recorder(pl.Callback):
         """Note the sample indices that training draws noise for."""
         corrupt = objective.corrupt
 
-        def noted(tokens_BL, loss_mask_BL, sample_index_B, *, validation):
+        def noted(tokens_BL, loss_mask_BL, sample_index_B, *, validation, **given):
             if not validation:
                 self.drawn += sample_index_B.tolist()
-            return corrupt(tokens_BL, loss_mask_BL, sample_index_B, validation=validation)
+            return corrupt(tokens_BL, loss_mask_BL, sample_index_B, validation=validation, **given)
 
         objective.corrupt = noted
 
@@ -82,7 +82,7 @@ def edit(recipe, field, value):
     setattr(recipe, name, value)
 
 
-def main(folder, records, rank, ranks, killed_after, precision, edits):
+def main(folder, records, rank, ranks, killed_after, precision, factory, edits):
     console = os.open(f"{records}/console{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(console, 1)
     os.dup2(console, 2)
@@ -90,7 +90,7 @@ def main(folder, records, rank, ranks, killed_after, precision, edits):
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks))
-    recipe = mdlm_tiny(dir=folder)
+    recipe = getattr(tiny, factory)(dir=folder)
     set_precision(recipe, precision)
     for field, value in edits.items():
         edit(recipe, field, value)

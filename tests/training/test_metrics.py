@@ -274,3 +274,23 @@ def test_every_pipeline_stage_knows_the_metrics_of_the_last(run_recipe, straight
             exact = name.endswith(("mask_ratio", "learning_rate", "unigram_bits_per_byte"))
             if exact or name.endswith("nll_bound"):
                 assert metrics[name] == pytest.approx(expected[name], rel=0 if exact else 0.05), name
+
+
+def test_a_block_diffusion_run(run_recipe, tmp_path):
+    """Of all that there is: documents of a row, a next-token loss, pairs. Tokens per second count text."""
+    record = run_recipe(
+        tmp_path,
+        factory="bd3lm_tiny",
+        data__document_boundaries=True,
+        model__objective__ar_loss_weight=0.5,
+        model__objective__complementary=True,
+    )
+    bounds = [metrics["validation/nll_bound"] for _, metrics in record["validations"]]
+    assert bounds == sorted(bounds, reverse=True)
+    for metrics in [metrics for step, metrics in record["train"] if step % 2 == 0]:
+        assert metrics["train/tokens_per_second"] * metrics["train/step_seconds"] == pytest.approx(BATCH * SEQ_LENGTH)
+        assert metrics["train/mask_ratio"] == pytest.approx(0.5)
+        assert 0 < metrics["train/next_token_nll"] < 10
+        # The diffusion loss and half of the other, of which the first token of each document has none.
+        share = (metrics["train/loss"] - metrics["train/nll_bound"]) / (0.5 * metrics["train/next_token_nll"])
+        assert 0.8 < share < 1
