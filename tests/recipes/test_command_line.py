@@ -26,7 +26,7 @@ TINY = ("--factory", "mdlm_tiny")
     "arguments, message",
     [
         ((), "no recipe is named; add --factory NAME"),
-        (("--factory", "mdlm_tyny"), "--factory mdlm_tyny is unknown; did you mean mdlm_tiny?"),
+        (("--factory", "mdlm_tyny"), "--factory mdlm_tyny is unknown; did you mean mdlm_tiny or bd3lm_tiny?"),
         (("--factory", "xyzzy"), "--factory xyzzy is unknown; see (`nemo-dllm recipes` lists all)"),
         (
             ("--factory", "qwen3_0p6b_mdlm_finetune"),
