@@ -77,6 +77,7 @@ def diffusion_hf_config(
         if target.code is not None:
             hf["auto_map"] = dict(target.code.auto_map)
         return hf | told
+    hf["model_type"] = family.hf_class(origin.config).exported_as or hf["model_type"]
     # What the origin's reader finds without a field needs none.
     found = {
         "mask_token_id": None if origin.facts.mask_token_added else origin.facts.mask_token_id,

@@ -26,6 +26,8 @@ class HFClass(NamedTuple):
     """``causal``, ``bidirectional`` or ``block_causal``: how the class attends when given no mask of its own."""
     code: ModelingCode | None = None
     """Where exports of the class bring its code along."""
+    exported_as: str | None = None
+    """``model_type`` of exports, where files of the class are laid out in a way that is read but not written."""
 
 
 @dataclass(frozen=True)

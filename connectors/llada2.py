@@ -163,7 +163,8 @@ LLADA2 = Family(
     hf_classes=(
         HFClass("llada2_moe", "LLaDA2MoeModelLM", "block_causal"),
         HFClass("llada21_moe", "LLaDA2MoeModelLM", "block_causal"),
-        HFClass("llada2_moe_veomni", "LLaDA2MoeModelLM", "block_causal"),
+        # Stacked experts, see stacked_experts.py.
+        HFClass("llada2_moe_veomni", "LLaDA2MoeModelLM", "block_causal", exported_as="llada2_moe"),
     ),
     nemo_config=_nemo_config,
     config=ConfigTable(

@@ -18,9 +18,12 @@ from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, HFCheckpoint
 from nemo_dllm.connectors.expert_keys import EXPERT_BIAS
 from nemo_dllm.connectors.families import family_of, find_family
 from nemo_dllm.connectors.key_table import Entry, KeyTable, ModelDimensions, Replicated, TensorRank
+from nemo_dllm.connectors.stacked_experts import StackedExperts, per_expert
 from nemo_dllm.connectors.vocabulary_growth import GrownCheckpoint, grow_vocabulary, tied_head
 
 _ROWS_COMPARED_AT_ONCE = 8192
+
+Checkpoint = HFCheckpoint | StackedExperts | GrownCheckpoint
 
 
 class Assignment(NamedTuple):
@@ -53,7 +56,7 @@ def load_hf_weights(
             that do not; nothing was written then.
     """
     chunks = _chunks(model)
-    checkpoint = HFCheckpoint(hf_path)
+    checkpoint = per_expert(HFCheckpoint(hf_path))
     family = find_family(checkpoint.config)
     config = chunks[0].config
     table = family.key_table(config)
@@ -72,7 +75,7 @@ def load_hf_weights(
             a.parameter.copy_(a.entry.layout.read(read, tuple(a.parameter.shape), a.rank, a.dimensions))
 
 
-def _check_tied_head(checkpoint: HFCheckpoint | GrownCheckpoint, names: tuple[str, str] | None) -> None:
+def _check_tied_head(checkpoint: Checkpoint, names: tuple[str, str] | None) -> None:
     """Refuse a file whose head is not the embedding that its config.json says it is."""
     if names is None or names[1] not in checkpoint.shapes:
         return
@@ -88,7 +91,7 @@ def _check_tied_head(checkpoint: HFCheckpoint | GrownCheckpoint, names: tuple[st
         )
 
 
-def _read(checkpoint: HFCheckpoint | GrownCheckpoint, names: tuple[str, ...], index: int, **part: slice) -> Tensor:
+def _read(checkpoint: Checkpoint, names: tuple[str, ...], index: int, **part: slice) -> Tensor:
     return checkpoint.tensor(names[index], **part)
 
 
@@ -176,9 +179,7 @@ def _assign(chunks: list[nn.Module], table: KeyTable) -> tuple[list[Assignment],
     )
 
 
-def _differences(
-    checkpoint: HFCheckpoint | GrownCheckpoint, table: KeyTable, assignments: list[Assignment]
-) -> list[str]:
+def _differences(checkpoint: Checkpoint, table: KeyTable, assignments: list[Assignment]) -> list[str]:
     """Tensors that are absent, unknown or of another shape. The first two are checked for the whole model."""
     expected = {name for entry in table.entries() for name in entry.hf}
     unknown = []

@@ -64,6 +64,43 @@ def test_half_precision_stays_and_biases_keep_theirs(roundtrip, make_twin, bias_
     assert_same(roundtrip(twin), twin)
 
 
+def stack(tensors):
+    """The layout in which dFactory trains: one tensor for all experts of a layer."""
+    for layer in (1, 2):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            prefix = f"model.layers.{layer}.mlp.experts."
+            tensors[f"{prefix}{part}"] = torch.stack([tensors.pop(f"{prefix}{e}.{part}.weight") for e in range(16)])
+
+
+def test_stacked_experts_become_single_ones(roundtrip, models, make_twin):
+    twin = make_twin("llada2_moe", stack, model_type="llada2_moe_veomni")
+    assert weights(twin)["model.layers.1.mlp.experts.down_proj"].shape == (16, 64, 32)
+    assert_same(roundtrip(twin), models / "llada2_moe")
+
+
+def test_slices_of_stacked_experts(models, make_twin):
+    from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
+    from nemo_dllm.connectors.stacked_experts import per_expert
+
+    single = HFCheckpoint(models / "llada2_moe")
+    stacked = per_expert(HFCheckpoint(make_twin("llada2_moe", stack)))
+    assert stacked.shapes == single.shapes
+    assert per_expert(single) is single
+    for name in ("model.layers.2.mlp.experts.15.down_proj.weight", "model.layers.1.mlp.experts.3.up_proj.weight"):
+        for part in ({}, {"rows": slice(8, 16)}, {"columns": slice(4, 20)}):
+            assert torch.equal(stacked.tensor(name, **part), single.tensor(name, **part))
+
+
+def test_stacks_of_too_few_experts_are_named(load, make_twin):
+    def shorten(tensors):
+        stack(tensors)
+        name = "model.layers.1.mlp.experts.up_proj"
+        tensors[name] = tensors[name][:15].clone()
+
+    with pytest.raises(ValueError, match=r"lacks \(1\): model.layers.1.mlp.experts.15.up_proj.weight$"):
+        load(make_twin("llada2_moe", shorten))
+
+
 def test_an_autoregressive_model_becomes_a_diffusion_model(roundtrip, models):
     exported = roundtrip(models / "qwen3_moe")
     ours, theirs = weights(exported), weights(models / "qwen3_moe")
