@@ -26,6 +26,21 @@ def test_logits(load, logit_errors, models, name, attention_backend):
     assert errors.keys() == cases
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", CAUSAL + DIFFUSION)
+def test_hidden_states_of_every_layer(load, models, name):
+    from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, BlockCausal
+
+    golden, core, states = load_file(models / name / "golden.safetensors"), load(models / name), []
+    for layer in core.decoder.layers:
+        layer.register_forward_pre_hook(lambda _, args, named: states.append(named["hidden_states"]), with_kwargs=True)
+    core.decoder.final_layernorm.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    core(golden["input_ids"], None, BlockCausal(1) if name in CAUSAL else Bidirectional())
+    hidden_states = torch.stack(states).transpose(1, 2)
+    assert hidden_states.shape == golden["hidden_states"].shape
+    assert (hidden_states - golden["hidden_states"]).abs().max() < TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["llama", "llada"])
 def test_the_golden_masks_are_block_causal(models, name):
     from nemo_dllm.collections.diffusion.attention.masks import BlockCausal, dense_mask
