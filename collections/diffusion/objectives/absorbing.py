@@ -62,8 +62,8 @@ class AbsorbingDiffusion:
         time_sampling: how diffusion times are drawn, a name of ``time_samplings``; see ``times``.
         time_epsilon: smallest time, in (0, 1).
         time_range: (low, high), 0 < low < high <= 1: training times come from this part only, as in the clipped
-            schedules of Arriola et al. 2025, section 4.2. Weights are scaled so that uniform logits still cost ln V,
-            which for the linear schedule changes nothing. Validation is not clipped. None is (time_epsilon, 1).
+            schedules of Arriola et al. 2025, "Block Diffusion". Weights are scaled so that uniform logits still cost
+            ln V, which for the linear schedule changes nothing. Validation is not clipped. None is (time_epsilon, 1).
         loss_weight: ``scheduler`` weighs by -alpha'(t) / (1 - alpha(t)); ``uniform`` by 1, which is no NELBO.
         weight_epsilon: added to the denominator of that weight; 0, except for parity with trainers that add one.
         loss_norm: ``token`` divides by the maskable (not: masked) tokens; ``sequence`` averages each row over its

@@ -20,7 +20,7 @@ BLOCK_STARTS = {"clean_prefix": True, "reference": False}
 
 @dataclass
 class BlockDiffusion(AbsorbingDiffusion):
-    """Block diffusion (Arriola et al. 2025, "Block Diffusion", equation 8); defaults give the NELBO per token.
+    """Block diffusion (Arriola et al. 2025, "Block Diffusion"); defaults give the NELBO per token.
 
     The model reads [noised row | clean row]: a noised block sees itself and the clean blocks before it. Blocks are
     counted from the start of each document; the last one may be short.

@@ -34,8 +34,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mdlm": {**_IID, "time_sampling": "antithetic"},
     # dllm's BD3LM trainer with its default configuration: one time for all blocks of a sequence; as dllm_mdlm.
     "dllm_bd3lm": {**_BLOCK, "time_sampling": "per_sequence", "weight_epsilon": 1e-6},
-    # Arriola et al. 2025, "Block Diffusion": times stratified over all blocks of a batch. They also fit a time_range to
-    # each block size: (0.3, 0.8) at 16 in their fine-tuned models, (0.45, 0.95) at 4.
+    # Arriola et al. 2025, "Block Diffusion": times stratified over all blocks of a batch. Their final models also clip
+    # the times to a time_range that is searched for each block size.
     "bd3lm": {**_BLOCK, "time_sampling": "antithetic_per_block", "block_size": 16},
     # The training code released with SDAR (Cheng et al. 2025): a time per document, 1/t over the answer's tokens; rows
     # drawn without a mask are drawn again there, here they get their likeliest one.
