@@ -51,7 +51,7 @@ ROOMS = {
     "collections.diffusion.cpu": Room("torch", inside="megatron nemo"),
     "collections.diffusion.single_process": Room("torch megatron cpu"),
     "collections.diffusion.data": Room(
-        "torch numpy nemo lightning tokenizers", inside="megatron transformers datasets pyarrow rich"
+        "torch numpy nemo lightning tokenizers", inside="megatron transformers datasets pyarrow rich jinja2"
     ),
     "collections.diffusion.models": Room(
         "torch nemo megatron lightning objectives attention attention.masks cpu", inside="kernels"

@@ -148,7 +148,9 @@ def test_preprocessed_text(module, folder, tmp_path):
     )
     data.trainer = SimpleNamespace(max_steps=2, global_step=0)
     data.setup("fit")
-    assert data.tokenizer.ids_to_text(data.val_dataloader().dataset[0]["tokens"].tolist()).startswith("line 45<|endof")
+    row = data.val_dataloader().dataset[0]
+    assert data.tokenizer.ids_to_text(row["tokens"].tolist()) == "line 45line 46"
+    assert row["document_ids"].tolist() == [0] * 8 + [1] * 8
 
 
 def test_errors(module, build, folder, tmp_path):

@@ -55,10 +55,9 @@ def preprocess(
 ) -> PreprocessReport:
     """Encode a corpus into `output_prefix`.bin and .idx, which Megatron-LM and `PretrainingDataModule` read.
 
-    The files are the same whatever the number of workers. A run that was stopped goes on where it was when it is
-    started again with the same arguments: finished parts are kept in `output_prefix`.parts until all are joined.
-    Special strings inside a text are encoded as ordinary text. Each worker process imports the main module: call this
-    below `if __name__ == "__main__":`.
+    The files are the same whatever the number of workers. A run that was stopped goes on when it is started again with
+    the same arguments: finished parts stay in `output_prefix`.parts until all are joined. Special strings inside a text
+    are encoded as ordinary text. Worker processes import the main module: call this below `if __name__ == "__main__":`.
 
     Args:
         inputs: files, folders, or datasets; see `find_sources`. Files may end in .gz or .zst.
@@ -94,11 +93,8 @@ def preprocess(
     options = EncodeOptions.of(load_tokenizer(tokenizer), text_field, append_eos, prepend_bos)
     parts_folder = prefix.with_name(f"{prefix.name}.parts")
     with _locked(parts_folder), _explained_disk_errors(parts_folder):
-        part_bytes = min(max(sum(s.size for s in sources) // _MAX_PARTS, _MIN_PART_BYTES), _MAX_PART_BYTES)
-        _check_plan(parts_folder, sources, options, part_bytes)
         start = time.perf_counter()
-        with ProgressLine(sum(source.size for source in sources), progress, sys.stderr) as line:
-            reports = _encode(sources, parts_folder, options, part_bytes, workers, max_bad_rows, line)
+        reports = _encode(sources, parts_folder, options, workers, max_bad_rows, progress)
         report = PreprocessReport.of(sources, reports, time.perf_counter() - start)
         if not report.documents:
             raise ValueError(f"{len(sources)} inputs hold no document: {report.summary()}")
@@ -112,12 +108,14 @@ def _encode(
     sources: Sequence[Source],
     parts_folder: Path,
     options: EncodeOptions,
-    part_bytes: int,
     workers: int,
     max_bad_rows: int,
-    line: ProgressLine,
+    progress: bool | None,
 ) -> list[PartReport]:
     """Encode what is not there yet; reports in the order of the parts."""
+    total = sum(source.size for source in sources)
+    part_bytes = min(max(total // _MAX_PARTS, _MIN_PART_BYTES), _MAX_PART_BYTES)
+    _check_plan(parts_folder, sources, options, part_bytes)
     reports: dict[int, PartReport] = {}
     pending: dict[Future, tuple[int, Part]] = {}
 
@@ -131,7 +129,7 @@ def _encode(
         line.advance(size, report.tokens)
         _check_bad_rows(reports, max_bad_rows)
 
-    with _pool(workers, options) as pool:
+    with ProgressLine(total, progress, sys.stderr) as line, _pool(workers, options) as pool:
         parts = (part for source in sources for part in parts_of(source, part_bytes))
         for index, part in enumerate(parts):
             folder = parts_folder / f"{index:08}"

@@ -138,7 +138,8 @@ class PretrainingRows(Dataset):
         document_boundaries: bool = True,
         random_length_probability: float = 0.0,
     ) -> None:
-        self.num_rows = [_count_rows(stream, sequence_length) for stream in streams]
+        self.rows_per_stream = [_count_rows(stream, sequence_length) for stream in streams]
+        self.num_rows = sum(self.rows_per_stream)
         self.streams = streams
         self.sequence_length = sequence_length
         self.num_samples = num_samples
@@ -170,10 +171,10 @@ class PretrainingRows(Dataset):
 
     def _read(self, index: int) -> RowPiece:
         source, position = self._blend.place(index)
-        stream, (epoch, row) = self.streams[source], divmod(position, self.num_rows[source])
+        stream, (epoch, row) = self.streams[source], divmod(position, self.rows_per_stream[source])
         cut = 0
         if self.seed is not None:
-            row = permuted(row, self.num_rows[source], (self.seed, _ORDER, source, epoch))
+            row = permuted(row, self.rows_per_stream[source], (self.seed, _ORDER, source, epoch))
             cut = random_integer(self.seed, _CUT, source, epoch) % self.sequence_length
         return stream.read(cut + row * self.sequence_length, self.sequence_length)
 

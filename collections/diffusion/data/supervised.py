@@ -129,6 +129,7 @@ class PaddedRows(Dataset):
         supervise_padding: bool = False,
     ) -> None:
         self.samples = samples
+        self.num_rows = len(samples)
         self.num_samples = num_samples
         self.num_counted = num_samples if num_counted is None else num_counted
         self.order = order

@@ -147,6 +147,7 @@ class SupervisedDataModule(DiffusionDataModule):
         """Map the samples into memory, and build the validation data."""
         corpus, validation = self._encode()
         parts = (None, None) if validation else self._split(corpus)
+        self.training_sources = corpus.sources
         self.training_samples = self._fit(corpus, parts[0], "training")
         self.validation_samples = self._fit(validation or corpus, parts[1], "validation")
         super().setup(stage)

@@ -1,0 +1,131 @@
+"""What is printed of rows that are known by hand."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from nemo_dllm.collections.diffusion.data.row_statistics import RowStatistics, split_documents_of
+from nemo_dllm.collections.diffusion.data.show import pieces_of, print_rows, show_data
+from nemo_dllm.collections.diffusion.data.tokenizer import byte_tokenizer
+
+EOS = 256
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(byte_tokenizer(tmp_path_factory.mktemp("tokenizer") / "byte"))
+
+
+def row_of(*documents, length, index=0):
+    """Documents are (prompt, answer); the end token of each is trained."""
+    tokens, loss_mask, ids = [], [], []
+    for number, (prompt, answer) in enumerate(documents):
+        piece = [*(prompt + answer).encode(), EOS]
+        tokens += piece
+        loss_mask += [i >= len(prompt.encode()) for i in range(len(piece))]
+        ids += [number] * len(piece)
+    pads = length - len(tokens)
+    return {
+        "tokens": torch.tensor(tokens + [EOS] * pads),
+        "loss_mask": torch.tensor(loss_mask + [False] * pads),
+        "key_mask": torch.arange(length) < len(tokens),
+        "document_ids": torch.tensor(ids + [len(documents)] * pads),
+        "sample_index": torch.tensor(index),
+    }
+
+
+ROWS = [row_of(("ab", "é"), ("a", "cd"), length=16), row_of(("ab", "é"), length=8, index=1)]
+
+
+def test_kinds_and_characters_of_several_tokens(tokenizer):
+    pieces = [(piece.text, piece.kind, piece.document, piece.num_tokens) for piece in pieces_of(ROWS[0], tokenizer)]
+    end = tokenizer.eos_token
+    assert pieces == [
+        ("a", "prompt", 0, 1),
+        ("b", "prompt", 0, 1),
+        ("é", "answer", 0, 2),
+        (end, "answer", 0, 1),
+        ("a", "prompt", 1, 1),
+        ("c", "answer", 1, 1),
+        ("d", "answer", 1, 1),
+        (end, "answer", 1, 1),
+        (f"\n{end} x 7", "pad", 2, 7),
+    ]
+
+
+def test_masked_tokens(tokenizer):
+    def masked(time, seed=0, row=ROWS[0]):
+        return sum(piece.num_tokens for piece in pieces_of(row, tokenizer, time, seed) if piece.kind == "masked")
+
+    assert (masked(0.0), masked(1.0)) == (0, 6)
+    long = row_of(("ab", "c" * 1999), length=2002)
+    assert abs(masked(0.25, row=long) - 500) < 5 * (2000 * 0.25 * 0.75) ** 0.5
+    assert pieces_of(long, tokenizer, 0.5, seed=1) == pieces_of(long, tokenizer, 0.5, seed=1)
+    assert pieces_of(long, tokenizer, 0.5, seed=1) != pieces_of(long, tokenizer, 0.5, seed=2)
+    assert pieces_of(long, tokenizer, 0.5) != pieces_of(long | {"sample_index": torch.tensor(1)}, tokenizer, 0.5)
+
+
+def test_statistics():
+    statistics = RowStatistics.of(ROWS)
+    assert (statistics.rows, statistics.positions) == (2, 24)
+    assert statistics.document_lengths.tolist() == [5, 4, 5]
+    assert statistics.supervised == 9 / 24 and statistics.padding == 10 / 24
+    assert (statistics.unsupervised_rows, statistics.duplicates) == (0, 1)
+    assert statistics.histogram(2) == [(4, 4, 1), (5, 5, 2)]
+    assert [tokens.tolist() for tokens in split_documents_of(ROWS[1])] == [[*"abé".encode(), EOS]]
+    plain = {"tokens": torch.arange(6), "loss_mask": torch.zeros(6, dtype=torch.bool)}
+    assert RowStatistics.of([plain]).unsupervised_rows == 1
+    assert RowStatistics.of([plain]).document_lengths.tolist() == [6]
+    with pytest.raises(ValueError, match="there are no rows to describe"):
+        RowStatistics.of([])
+
+
+def test_terminal_and_page_say_the_same(tokenizer, tmp_path):
+    stream = io.StringIO()
+    print_rows(
+        ROWS, RowStatistics.of(ROWS), tokenizer, 1.0, notes=["7 left out"], html=tmp_path / "a.html", stream=stream
+    )
+    page = (tmp_path / "a.html").read_text()
+    for text in (stream.getvalue(), page):
+        assert "sample 1: 8 tokens, 3 trained, t = 1" in text
+        assert "--- document 1" in text and "▒▒▒" in text and "é" not in text
+        assert "2 rows of 24 positions: 37.5% trained, 41.7% padding" in text
+        assert "7 left out" in text
+    assert "background-color: #808000" in page  # the style of masked tokens
+
+
+def test_show_data_sets_a_module_up_and_reads_no_row_twice(tokenizer):
+    class Data:
+        tokenizer = None
+
+        def prepare_data(self):
+            self.calls = ["prepare"]
+
+        def setup(self, stage):
+            self.calls.append((stage, self.trainer.global_step))
+
+        def training_dataset(self, num_samples):
+            return _Repeating(num_samples)
+
+    data = Data()
+    data.tokenizer = SimpleNamespace(tokenizer=tokenizer)
+    statistics = show_data(data, num_samples=1, num_rows=50, stream=io.StringIO())
+    assert data.calls == ["prepare", ("fit", 0)]
+    assert statistics.rows == 2
+    with pytest.raises(ValueError, match=r"time=2 must be in \[0, 1\]"):
+        show_data(data, time=2)
+
+
+class _Repeating:
+    """Two rows, again and again."""
+
+    num_rows = 2
+
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+
+    def __iter__(self):
+        return (ROWS[i % 2] for i in range(self.num_samples))
