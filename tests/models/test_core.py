@@ -276,11 +276,16 @@ def test_a_checkpoint_holds_no_extra_state_of_the_layers_and_needs_none(build_mo
         def set_extra_state(self, state):
             raise AssertionError("nothing to set")
 
+        def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+            """As grouped experts: one per expert, the first without a number."""
+            return {f"{prefix}{name}": torch.zeros(1) for name in ("_extra_state", "_extra_state12", "kept")}
+
     core = build_model().module
     state = core.state_dict()
     assert not any("_extra_state" in name for name in core.sharded_state_dict())
     core.decoder.layers[0].scales = WithExtraState()
     assert any("_extra_state" in name for name in core.state_dict())
+    assert [name for name in core.sharded_state_dict() if "scales" in name] == ["decoder.layers.0.scales.kept"]
     assert core.load_state_dict(state).missing_keys == []
     del state["decoder.final_layernorm.weight"]
     with pytest.raises(RuntimeError, match="final_layernorm.weight"):

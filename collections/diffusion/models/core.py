@@ -4,6 +4,7 @@ Shape letters: B samples, S positions, N target positions, H hidden size, V voca
 dimensions.
 """
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -38,11 +39,12 @@ class Targets(NamedTuple):
     """fp32: weight of its negative log-likelihood in the loss."""
 
 
-_EXTRA_STATE = "_extra_state"
+# Layers of several experts number theirs.
+_EXTRA_STATE = re.compile(r"_extra_state\d*$")
 
 
 def _forgive_missing_extra_state(module: torch.nn.Module, incompatible_keys) -> None:
-    missing = [name for name in incompatible_keys.missing_keys if not name.endswith(_EXTRA_STATE)]
+    missing = [name for name in incompatible_keys.missing_keys if not _EXTRA_STATE.search(name)]
     incompatible_keys.missing_keys[:] = missing
 
 
@@ -84,7 +86,7 @@ class DiffusionCore(MegatronGPTModel):
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.config.fp8:
             return state
-        return {name: value for name, value in state.items() if not name.endswith(_EXTRA_STATE)}
+        return {name: value for name, value in state.items() if not _EXTRA_STATE.search(name)}
 
     def forward(
         self,
