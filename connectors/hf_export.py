@@ -17,6 +17,7 @@ from nemo_dllm.connectors.build import build_on_cpu
 from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, DEFAULT_SHARD_SIZE, refuse_existing, write_hf_checkpoint
 from nemo_dllm.connectors.companions import SUMMARY_FILE, companion_files, read_origin
 from nemo_dllm.connectors.config import Origin, diffusion_hf_config
+from nemo_dllm.connectors.config_table import hf_dtype
 from nemo_dllm.connectors.families import family_of
 from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.load import export_hf_tensors
@@ -35,9 +36,10 @@ def export_hf_checkpoint(
 ) -> Path:
     """Write a NeMo checkpoint of a diffusion model as a Hugging Face checkpoint; whole or not at all.
 
-    The tensors have the dtype in which the checkpoint holds them. What training started from gives config.json (see
-    :func:`diffusion_hf_config`) and, byte for byte, tokenizer and generation settings; a model trained from scratch
-    gets them from its configuration and tokenizer. ``nemo_dllm_conversion.json`` says what was done.
+    The tensors have the dtype in which the checkpoint holds them; expert biases, which it holds in fp32, that of what
+    training started from. That gives config.json (see :func:`diffusion_hf_config`) and, byte for byte, tokenizer and
+    generation settings; a model trained from scratch gets them from its configuration and tokenizer.
+    ``nemo_dllm_conversion.json`` says what was done.
 
     Args:
         nemo_path: an import, or a checkpoint of any step of a training.
@@ -73,10 +75,11 @@ def export_hf_checkpoint(
         if origin is None or origin.facts.attention == "causal":
             files |= _modeling_files(family_of(model.config))
         tally = TensorTally(model.config)
+        bias_dtype = None if origin is None else hf_dtype({"dtype": origin.facts.expert_bias_dtype})
         return write_hf_checkpoint(
             output_path,
             config,
-            tally.watch(export_hf_tensors(core)),
+            tally.watch(export_hf_tensors(core, expert_bias_dtype=bias_dtype)),
             max_shard_size=max_shard_size,
             extra_files=files,
             last_files=lambda: {SUMMARY_FILE: _summary(nemo_path, origin, model, core.logical_vocab_size, tally)},
