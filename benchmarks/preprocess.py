@@ -3,8 +3,7 @@
     python benchmarks/preprocess.py corpus.jsonl --tokenizer FOLDER --workers 1 2
 
 The batch call gets all texts in memory and writes nothing; with n workers it is given n threads. `preprocess` reads,
-checks and writes. Start-up of processes and imports is left out of both: a first run warms up, and the time counted
-for `preprocess` starts when its workers do.
+checks and writes; the start of its workers counts.
 """
 
 import argparse

@@ -78,8 +78,7 @@ def preprocess(
     Raises:
         FileExistsError: the output exists and `overwrite` is False.
         FileNotFoundError: an input does not exist.
-        ValueError: there are too many bad rows, a file is damaged, nothing to encode, or parts of other settings lie
-            in the way.
+        ValueError: too many bad rows, a damaged file, nothing to encode, or parts of other settings in the way.
         OSError: the disk is full. Finished parts stay.
     """
     prefix = Path(output_prefix)
