@@ -84,9 +84,7 @@ def preprocess(
     prefix = Path(output_prefix)
     if not overwrite and prefix.with_name(f"{prefix.name}.idx").exists():
         raise FileExistsError(f"'{prefix}.idx' exists; choose another output_prefix, or pass overwrite=True")
-    workers = len(os.sched_getaffinity(0)) if workers is None else workers
-    if workers < 1:
-        raise ValueError(f"workers={workers} must be at least 1")
+    workers = _check_workers(workers)
     sources = find_sources([inputs] if isinstance(inputs, (str, Path)) else inputs, format, split)
     check_columns(sources, text_field)
     options = EncodeOptions.of(load_tokenizer(tokenizer), text_field, append_eos, prepend_bos)
@@ -101,6 +99,14 @@ def preprocess(
         prefix.with_name(f"{prefix.name}.report.json").write_text(report.to_json())
         shutil.rmtree(parts_folder)
     return report
+
+
+def _check_workers(workers: int | None) -> int:
+    if workers is None:
+        return len(os.sched_getaffinity(0))
+    if workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1")
+    return workers
 
 
 def _encode(
