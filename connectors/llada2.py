@@ -97,7 +97,8 @@ class SharedExperts:
                 f"moe_shared_expert_intermediate_size={size} is no multiple of "
                 f"moe_ffn_hidden_size={config.moe_ffn_hidden_size}, which LLaDA2's config.json cannot say"
             )
-        return {"num_shared_experts": size // config.moe_ffn_hidden_size}
+        # The class takes 0 for a shared expert without units.
+        return {"num_shared_experts": size // config.moe_ffn_hidden_size or None}
 
 
 class ExpertGroups:

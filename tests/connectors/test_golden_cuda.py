@@ -11,6 +11,7 @@ NAMES = (
     *("qwen3", "qwen3_tied", "qwen3_sharded", "qwen2", "llama", "llama3_rope"),
     *("a2d_qwen3", "a2d_qwen2", "a2d_llama", "sdar", "dream", "llada", "llada_gqa"),
 )
+EXPERTS = ("qwen3_moe", "sdar_moe", "llada_moe", "llada_moe_dense_shared", "llada2_moe")
 LAYERS = [
     ("local", "sdpa"),
     ("local", "eager"),
@@ -21,6 +22,8 @@ LAYERS = [
     ),
 ]
 FP32, BF16 = 1e-4, 2e-2
+# Where two experts are nearly as good, rounding chooses.
+BF16_EXPERTS = 5e-2
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +63,7 @@ def errors(build_core, models, name, transformer_impl, backend, dtype):
 
 
 @pytest.mark.parametrize("transformer_impl, backend", LAYERS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + EXPERTS)
 def test_fp32_logits(build_core, models, name, transformer_impl, backend):
     if backend == "te":
         pytest.skip("Transformer Engine's fused attention has no fp32 form")
@@ -68,6 +71,7 @@ def test_fp32_logits(build_core, models, name, transformer_impl, backend):
 
 
 @pytest.mark.parametrize("transformer_impl, backend", LAYERS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + EXPERTS)
 def test_bf16_logits(build_core, models, name, transformer_impl, backend):
-    assert max(errors(build_core, models, name, transformer_impl, backend, torch.bfloat16).values()) < BF16
+    found = errors(build_core, models, name, transformer_impl, backend, torch.bfloat16)
+    assert max(found.values()) < (BF16_EXPERTS if name in EXPERTS else BF16)

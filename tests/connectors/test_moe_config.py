@@ -184,6 +184,7 @@ class TestWithNeMo:
         [
             ("qwen3_moe", {"mlp_only_layers": [0], "norm_topk_prob": False}),
             ("llada2_moe", {"num_shared_experts": 3, "first_k_dense_replace": 2}),
+            ("llada2_moe", {"num_shared_experts": None, "first_k_dense_replace": 0}),
             ("llada_moe", {"moe_layer_freq": [1, 0], "moe_router_enable_expert_bias": True}),
         ],
     )

@@ -13,19 +13,22 @@ import nemo_dllm.connectors.importers  # noqa: F401
 from nemo_dllm.collections.diffusion import cpu
 from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
 from nemo_dllm.collections.diffusion.models.a2d import A2DModel
+from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
 from nemo_dllm.connectors.config import hf_to_nemo_config
+from nemo_dllm.connectors.facts import read_facts
 
 LEARNING_RATE, STEPS = 1e-3, 2
 
 
 def train(source: Path, folder: Path) -> None:
-    model = A2DModel(hf_to_nemo_config(source), MaskedDiffusion())
+    model_class = A2DModel if read_facts(source).attention == "causal" else MDLMModel
+    model = model_class(hf_to_nemo_config(source), MaskedDiffusion())
     imported = llm.import_ckpt(model, source=f"hf://{source}", output_path=folder / "imported")
     optimizer = OptimizerConfig(optimizer="adam", lr=LEARNING_RATE, use_distributed_optimizer=False)
     llm.train(
         # A new model, that knows nothing of the import but its path.
-        A2DModel(hf_to_nemo_config(source), MaskedDiffusion(), optim=nl.MegatronOptimizerModule(config=optimizer)),
+        model_class(hf_to_nemo_config(source), MaskedDiffusion(), optim=nl.MegatronOptimizerModule(config=optimizer)),
         MockDataModule(tokenizer=model.tokenizer, seq_length=16, micro_batch_size=2, global_batch_size=2),
         nl.Trainer(
             devices=1,
