@@ -56,15 +56,15 @@ def preprocess(
     """Encode a corpus into `output_prefix`.bin and .idx, which Megatron-LM and `PretrainingDataModule` read.
 
     The files are the same whatever the number of workers. A run that was stopped goes on when it is started again with
-    the same arguments: finished parts stay in `output_prefix`.parts until all are joined. Special strings inside a text
-    are encoded as ordinary text. Worker processes import the main module: call this below `if __name__ == "__main__":`.
+    the same arguments: finished parts stay in `output_prefix`.parts until all are joined. Worker processes import the
+    main module: call this below `if __name__ == "__main__":`.
 
     Args:
         inputs: files, folders, or datasets; see `find_sources`. Files may end in .gz or .zst.
         output_prefix: path without suffix.
         tokenizer: Hugging Face tokenizer folder or name, or the tokenizer.
         format: of all inputs, one of `sources.FORMATS`; None goes by their names.
-        text_field: field (JSONL) or column (Parquet, datasets) with the text.
+        text_field: field or column with the text; special strings in it are encoded as ordinary text.
         split: of datasets with several splits.
         workers: processes; None is one per core that this process may use.
         append_eos, prepend_bos: put the tokenizer's end / begin token after / before each document.
@@ -76,8 +76,7 @@ def preprocess(
         counts, and which rows were left out and why; also in `output_prefix`.report.json.
 
     Raises:
-        FileExistsError: the output exists and `overwrite` is False.
-        FileNotFoundError: an input does not exist.
+        FileExistsError, FileNotFoundError: the output exists and `overwrite` is False; an input does not exist.
         ValueError: too many bad rows, a damaged file, nothing to encode, or parts of other settings in the way.
         OSError: the disk is full. Finished parts stay.
     """
