@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys
 from nemo_dllm.collections.diffusion.attention.flex import flex
 from nemo_dllm.collections.diffusion.attention.masks import (
     BlockCausal,
@@ -60,16 +61,18 @@ def eager(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, scale: fl
 
 
 def flex_or_dense(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, scale: float, dropout: float) -> Tensor:
-    """:func:`flex`, but :func:`sdpa` for a block-causal pass without gradients.
+    """:func:`flex`, but :func:`sdpa` for a block-causal pass without gradients, and for one with cached keys.
 
     That is generation, where nearly every call has another length, and FlexAttention would compile each.
     """
-    generates = isinstance(pattern, BlockCausal) and not torch.is_grad_enabled()
+    generates = isinstance(pattern, CachedKeys) or (isinstance(pattern, BlockCausal) and not torch.is_grad_enabled())
     return (sdpa if generates else flex)(query, key, value, pattern, scale, dropout)
 
 
-def _mask(pattern: Pattern, query: Tensor, key: Tensor) -> Tensor | None:
+def _mask(pattern: Pattern | CachedKeys, query: Tensor, key: Tensor) -> Tensor | None:
     """Bool, broadcasts to [B, H, Q, K]; None, and no tensor at all, where every token sees every token."""
+    if isinstance(pattern, CachedKeys):
+        return None if pattern.visible_BLK is None else pattern.visible_BLK[:, None]
     if sees_all_real_tokens(pattern):
         return None if pattern.key_mask_BL is None else bidirectional_mask(pattern.key_mask_BL)
     return dense_mask(pattern, query.size(2), key.size(2), query.device)
@@ -104,7 +107,9 @@ class PatternAttention(nn.Module):
         self.sequence_parallel = config.sequence_parallel
         self.bidirectional, self.patterned = bidirectional, patterned
 
-    def forward(self, query_QBHD: Tensor, key_KBGD: Tensor, value_KBGD: Tensor, pattern: Pattern) -> Tensor:
+    def forward(
+        self, query_QBHD: Tensor, key_KBGD: Tensor, value_KBGD: Tensor, pattern: Pattern | CachedKeys
+    ) -> Tensor:
         """Returns the context, [Q, B, H * D]. The queries may be the first Q of the K positions only."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_QBHD, key_KBGD, value_KBGD))
         kernel = self.bidirectional if sees_all_real_tokens(pattern) else self.patterned

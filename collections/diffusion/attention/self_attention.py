@@ -13,6 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
+from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys
 from nemo_dllm.collections.diffusion.attention.masks import NoisyClean, Pattern
 
 
@@ -37,7 +38,7 @@ class FusedSelfAttention(SelfAttention):
         hidden_states: Tensor,
         attention_mask: None = None,
         rotary_pos_emb: Tensor | None = None,
-        attention_bias: Pattern | None = None,
+        attention_bias: Pattern | CachedKeys | None = None,
         **unused: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -47,7 +48,7 @@ class FusedSelfAttention(SelfAttention):
             attention_mask: unused. Megatron saves it as a tensor when it recomputes layers, which a pattern is not;
                 it hands ``attention_bias`` over as it is.
             rotary_pos_emb: cosines and sines, fp32 [2, S, 1 or B, 1, T]; None rotates nothing.
-            attention_bias: the pattern of attention.
+            attention_bias: the pattern of attention, or a cache with the keys and values of other tokens.
 
         Returns:
             Output [S, B, hidden] before its bias (with ``drop_clean`` that of the noised half), and the bias.
@@ -68,6 +69,11 @@ class FusedSelfAttention(SelfAttention):
         )
         if self.drop_clean and isinstance(attention_bias, NoisyClean):
             query = query[: attention_bias.output_length]
+        if isinstance(attention_bias, CachedKeys):
+            key_BLGD, value_BLGD = attention_bias.exchange(
+                self.layer_number, key.transpose(0, 1), value.transpose(0, 1)
+            )
+            key, value = key_BLGD.transpose(0, 1), value_BLGD.transpose(0, 1)
         attend = partial(self.core_attention, pattern=attention_bias)
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(attend, False, query, key, value)

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys
 from nemo_dllm.collections.diffusion.attention.masks import (
     Bidirectional,
     NoisyClean,
@@ -92,8 +93,9 @@ class DiffusionCore(MegatronGPTModel):
         self,
         input_ids: Tensor,
         position_ids: Tensor | None = None,
-        attention_mask: Tensor | Pattern | None = None,
+        attention_mask: Tensor | Pattern | CachedKeys | None = None,
         targets: Targets | None = None,
+        logits_at_N: Tensor | None = None,
     ) -> Tensor | HeadOutput:
         """Run this pipeline stage.
 
@@ -103,12 +105,15 @@ class DiffusionCore(MegatronGPTModel):
                 [x_t | x_0] alike and in every packed document anew.
             attention_mask: who attends to whom: a pattern of ``attention.masks``, or a key mask [B, S] (bool or
                 integers of 0 and 1, True = real token) that stands for ``Bidirectional(key_mask)``; None =
-                ``Bidirectional()``.
+                ``Bidirectional()``. With :class:`CachedKeys`, which ``position_ids`` must come with, the input is some
+                tokens of each text only.
             targets: positions to score; None asks for logits.
+            logits_at_N: int64, rows of the hidden states as in :class:`Targets`; None asks for all logits.
 
         Returns:
             Hidden states [S, B, H] on every stage but the last. There :class:`HeadOutput` for ``targets``, else
-            logits [B, S, logical vocabulary] (all vocabulary shards gathered). Under :class:`NoisyClean` with S = 2L
+            logits [B, S, logical vocabulary] (all vocabulary shards gathered), or [N, logical vocabulary] for
+            ``logits_at_N``. Under :class:`NoisyClean` with S = 2L
             the last stage's result is of the noised half alone: logits [B, L, ...]. That half comes first, so the
             rows of ``targets`` are what they were: position * B + sample, position in [0, L). With ``clean_output``
             it is of both halves, and position is in [0, 2L).
@@ -119,9 +124,10 @@ class DiffusionCore(MegatronGPTModel):
         pattern = attention_mask
         if pattern is None or isinstance(pattern, Tensor):
             pattern = Bidirectional(pattern)
-        check_shape(pattern, *input_ids.shape)
-        if position_ids is None:
-            position_ids = token_positions(pattern, input_ids.device)
+        if not isinstance(pattern, CachedKeys):
+            check_shape(pattern, *input_ids.shape)
+            if position_ids is None:
+                position_ids = token_positions(pattern, input_ids.device)
         hidden_SBH = self.decoder(
             hidden_states=self._embed(input_ids, position_ids) if self.pre_process else None,
             # A pattern is no tensor: see FusedSelfAttention.
@@ -131,6 +137,8 @@ class DiffusionCore(MegatronGPTModel):
         )
         if not self.post_process:
             return hidden_SBH
+        if logits_at_N is not None:
+            return self._logits(hidden_SBH.flatten(0, 1)[logits_at_N, None])[0]
         if targets is None:
             logits_BSV = self._logits(hidden_SBH)
             return logits_BSV[:, : pattern.output_length] if isinstance(pattern, NoisyClean) else logits_BSV
