@@ -104,7 +104,8 @@ class SharedExperts:
 class ExpertGroups:
     """``topk_group`` of ``n_group`` groups are chosen by the sum of their two best experts.
 
-    Megatron sums as many as each chosen group gives experts on average, so that number must be two.
+    Megatron sums as many as each chosen group gives experts on average, so that number must be two unless all groups
+    are chosen.
     """
 
     def to_nemo(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,9 +115,9 @@ class ExpertGroups:
             ValueError: where Megatron would sum another number of experts.
         """
         groups, chosen, experts = hf.get("n_group", 8), hf.get("topk_group", 4), hf["num_experts_per_tok"]
-        if experts // chosen != 2:
+        if chosen != groups and experts // chosen != 2:
             raise ValueError(
-                f"topk_group={chosen} with num_experts_per_tok={experts} is not supported: "
+                f"topk_group={chosen} of n_group={groups} with num_experts_per_tok={experts} is not supported: "
                 "two experts per chosen group are"
             )
         return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}

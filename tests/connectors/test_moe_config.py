@@ -129,6 +129,12 @@ def test_dense_layers_and_shared_experts_of_llada2(models, fields, frequency, sh
     assert (values["moe_layer_freq"], values["moe_shared_expert_intermediate_size"]) == (frequency, shared)
 
 
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_llada2_may_choose_all_groups(models, groups):
+    values = LLADA2.config.to_nemo(hf_config(models, "llada2_moe", n_group=groups, topk_group=groups))
+    assert values["moe_router_num_groups"] == values["moe_router_group_topk"] == groups
+
+
 def test_reads_the_number_of_experts_as_transformers_5_calls_it(models):
     hf = hf_config(models, "qwen3_moe", num_experts=..., num_local_experts=8)
     assert QWEN3_MOE.config.to_nemo(hf) == QWEN3_MOE.config.to_nemo(hf_config(models, "qwen3_moe"))
@@ -149,7 +155,7 @@ def test_silent_fields_have_the_defaults_of_the_published_classes(models):
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("llada2_moe", {"topk_group": 1}, "topk_group=1 with num_experts_per_tok=4 is not supported: two experts"),
+        ("llada2_moe", {"topk_group": 1}, "topk_group=1 of n_group=4 with num_experts_per_tok=4 is not supp"),
         ("llada2_moe", {"use_qkv_bias": True}, r"use_qkv_bias=True \(supported: False\)"),
         ("llada2_moe", {"score_function": "softmax"}, r"score_function='softmax' \(supported: 'sigmoid'\)"),
         ("llada_moe", {"moe_layer_freq": [1]}, r"moe_layer_freq=\[1\] must have a number for each of num_hidden_la"),
