@@ -98,6 +98,43 @@ def finetune(context: typer.Context, verbose: Verbose = False) -> None:
     _train("finetune", context.args, verbose)
 
 
+@app.command("import")
+def import_hf(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Hugging Face folder, or hf://NAME on the Hub.")],
+    output_path: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder of the NeMo checkpoint to make.")],
+    kind: Annotated[str | None, typer.Option(help="a2d, mdlm or bd3lm (default: what the source is).")] = None,
+    mask_token_id: Annotated[int | None, typer.Option(help="Default: the source's, or a new token.")] = None,
+    mask_init: Annotated[str, typer.Option(help="Of new rows: mean, random or zero.")] = "mean",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing folder.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write a Hugging Face checkpoint as a NeMo checkpoint that trainings start from."""
+    options = {"kind": kind, "mask_token_id": mask_token_id, "mask_init": mask_init, "overwrite": overwrite}
+    _import("recipes.conversion", verbose).import_hf(source, output_path, **options)
+
+
+@app.command("export")
+def export_hf(
+    path: Annotated[Path, typer.Argument(metavar="PATH", exists=True, help="NeMo checkpoint.")],
+    output_path: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Hugging Face folder to make.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing folder.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write a NeMo checkpoint as a Hugging Face checkpoint."""
+    _import("recipes.conversion", verbose).export_hf(path, output_path, overwrite=overwrite)
+
+
+@app.command()
+def verify(
+    hf_path: Annotated[Path, typer.Argument(metavar="HF_DIR", exists=True, help="Hugging Face folder.")],
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", exists=True, help="What was made of it.")],
+    tolerance: Annotated[float, typer.Option(help="Largest absolute difference of weights and logits.")] = 1e-3,
+    verbose: Verbose = False,
+) -> None:
+    """Compare all weights, and logits on real prompts; exit code 1 where they differ."""
+    _import("recipes.conversion", verbose).verify(hf_path, checkpoint, tolerance=tolerance)
+
+
 def _train(command: str, arguments: list[str], verbose: bool) -> None:
     run_task = _import("recipes.command_line", verbose).run_task
     from nemo.collections import llm

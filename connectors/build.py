@@ -23,6 +23,11 @@ def build_on_cpu(model: DiffusionModel, dtype: torch.dtype | None = None) -> Non
     model.config.perform_initialization = False
     with _strategy_lib.megatron_cpu_init_context(model.config):
         model.configure_model()
-    if dtype is not None:  # Norms are fp32 until a precision plugin casts them.
-        for parameter in model.module.parameters():
-            parameter.data = parameter.data.to(dtype)
+    if dtype is not None:
+        cast_parameters(model.module, dtype)
+
+
+def cast_parameters(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Give all parameters one dtype, in place: norms are fp32 until a precision plugin casts them."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)

@@ -262,6 +262,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard
             write_safetensors(file, shard)
         shards.append(list(shard))
         total_size += sum(tensor.nbytes for tensor in shard.values())
+        shard.clear()  # The next one is collected before this name is free.
     if len(shards) == 1:
         (folder / "0.part").rename(folder / SAFETENSORS_FILE)
         return

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.utils import unwrap_model
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 from nemo.lightning import io
@@ -130,12 +132,27 @@ def load_nemo_checkpoint(nemo_path: str | Path) -> DiffusionModel:
     if not isinstance(model, DiffusionModel):
         raise ValueError(f"{nemo_path} holds a {type(model).__name__}, not a diffusion model")
     build_on_cpu(model, dtype=_stored_dtype(nemo_path / "weights"))
-    weights = str(nemo_path / "weights")
-    metadata = dist_checkpointing.load_content_metadata(weights)
-    state = model.module.sharded_state_dict(prefix=_MODULE_PREFIX, metadata=metadata)
-    loaded = dist_checkpointing.load({"state_dict": state}, weights)["state_dict"]
-    model.module.load_state_dict({name.removeprefix(_MODULE_PREFIX): value for name, value in loaded.items()})
+    _load_weights(model.module, str(nemo_path / "weights"))
     return model
+
+
+def _load_weights(core: torch.nn.Module, weights: str) -> None:
+    """Read a checkpoint into the parameters.
+
+    What Megatron stores in parts, as gate and up projection, it reads into new tensors, and merges into further ones.
+    Here the parts are copied as they are, and let go before the next parameter's memory is touched.
+    """
+    metadata = dist_checkpointing.load_content_metadata(weights)
+    state = core.sharded_state_dict(prefix=_MODULE_PREFIX, metadata=metadata)
+    apply_factories(state)
+    targets = dict_list_map_outplace(lambda value: value.data, state)
+    loaded = dist_checkpointing.load({"state_dict": state}, weights)["state_dict"]
+    for name, target in targets.items():
+        for part, value in zip(nested_values({0: target}), nested_values({0: loaded.pop(name)}), strict=True):
+            if isinstance(value, torch.Tensor):
+                part.detach().copy_(value)
+            else:
+                core.load_state_dict({name.removeprefix(_MODULE_PREFIX): value}, strict=False)
 
 
 def _stored_dtype(weights: Path) -> torch.dtype:

@@ -15,7 +15,7 @@ from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.models.saving import keep_write_results_in_process
 from nemo_dllm.collections.diffusion.single_process import single_process
 from nemo_dllm.connectors.adoption import Source, adopt_import, open_source
-from nemo_dllm.connectors.build import build_on_cpu
+from nemo_dllm.connectors.build import build_on_cpu, cast_parameters
 from nemo_dllm.connectors.checkpoint_files import refuse_existing, replace_folder, unfinished_sibling
 from nemo_dllm.connectors.companions import FOLDER, SUMMARY_FILE, copy_companions
 from nemo_dllm.connectors.config import hf_to_nemo_config
@@ -88,17 +88,19 @@ def _convert(target: DiffusionModel, hf_path: Path, nemo_path: Path, mask_init: 
         callbacks=[_SaveByMoving()],
         strategy=nl.MegatronStrategy(setup_optimizers=False, ckpt_save_optimizer=False, ckpt_async_save=False),
     )
-    trainer.state.fn = TrainerFn.FITTING  # Else nothing is saved.
     keep_write_results_in_process()
     trainer.strategy.connect(target)
     with single_process():
         trainer.strategy.setup_environment()
         build_on_cpu(target)
+        cast_parameters(target.module, target.config.params_dtype)
         load_hf_weights(target.module, hf_path, mask_init=mask_init)
         tally = TensorTally(target.config)
         for _ in tally.watch(export_hf_tensors(target.module)):
             pass
+        trainer.state.fn = TrainerFn.TESTING  # Fitting would allocate gradients.
         trainer.strategy.setup(trainer)
+        trainer.state.fn = TrainerFn.FITTING  # Else nothing is saved.
         trainer.save_checkpoint(nemo_path)
         TrainerContext.from_trainer(trainer).io_dump(nemo_path / "context", yaml_attrs=["model"])
     return tally
@@ -111,6 +113,7 @@ class _SaveByMoving(pl.Callback):
     """
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict) -> None:
+        checkpoint["state_dict"] = {}  # It holds the weights too, and is not saved.
         state = trainer.strategy.megatron_parallel.sharded_state_dict()
         apply_factories(state)
         parts: dict[int, list[ShardedTensor]] = {}

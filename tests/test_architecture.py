@@ -58,13 +58,15 @@ ROOMS = {
     ),
     "collections.diffusion.training": Room("torch nemo megatron lightning rich models"),
     "collections.diffusion.inference": Room(
-        "torch rich nemo megatron lightning sampling models objectives connectors cpu single_process",
+        "torch rich nemo megatron lightning sampling models objectives attention attention.masks connectors cpu "
+        "single_process",
         inside="transformers data training",
     ),
     "collections.diffusion.evaluation": Room("torch sampling inference", inside="lm_eval transformers datasets"),
     "collections.diffusion.serving": Room("torch sampling inference", inside="fastapi uvicorn pydantic transformers"),
     "connectors": Room(
-        "torch nemo megatron lightning safetensors models cpu single_process connectors.modeling",
+        "torch nemo megatron lightning safetensors models cpu single_process connectors.modeling "
+        "objectives attention.masks",
         inside="transformers huggingface_hub tokenizers gguf accelerate",
     ),
     # Its files stand alone in exports.

@@ -103,6 +103,7 @@ def test_facts_of_an_autoregressive_checkpoint(models):
         mask_token_id=196,
         mask_token_added=True,
         special_token_ids={"bos_token_id": 191, "eos_token_id": 192, "pad_token_id": 191},
+        expert_bias_dtype=None,
     )
     assert CheckpointFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
 

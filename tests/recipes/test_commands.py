@@ -85,7 +85,29 @@ def test_types_of_overrides(parse, override, value):
 def test_nemo_dllm_has_our_commands():
     from nemo_run.cli.api import list_entrypoints
 
-    assert set(list_entrypoints()["dllm"]) == {"generate", "recipes"}
+    assert set(list_entrypoints()["dllm"]) == {"generate", "recipes", "import_hf", "export_hf", "verify"}
+
+
+def test_import_and_export_by_nemo_and_by_us(single_process, monkeypatch, capsys, tmp_path):
+    """NeMo's own commands, and ours without a model, give the same files."""
+    from nemo_run.cli.api import create_cli
+
+    def nemo(*arguments):
+        monkeypatch.setattr(sys, "argv", ["nemo", *arguments])
+        create_cli()(list(arguments), standalone_mode=False)
+
+    source = MODELS / "qwen3_tied"
+    nemo("llm", "import", "--yes", f"model=a2d('{source}')", f"source=hf://{source}", f"output_path={tmp_path / 'n'}")
+    nemo("llm", "export", "--yes", f"path={tmp_path / 'n'}", "target=hf", f"output_path={tmp_path / 'h'}")
+    nemo("dllm", "import", f"source={source}", f"output_path={tmp_path / 'n2'}")
+    nemo("dllm", "export", f"path={tmp_path / 'n2'}", f"output_path={tmp_path / 'h2'}")
+    files = {file.name: file.read_bytes() for file in (tmp_path / "h").iterdir()}
+    again = {file.name: file.read_bytes() for file in (tmp_path / "h2").iterdir()}
+    assert [name for name in files if files[name] != again[name]] == ["nemo_dllm_conversion.json"]
+    assert files.keys() == again.keys()
+    capsys.readouterr()
+    nemo("dllm", "verify", f"hf_path={source}", f"checkpoint={tmp_path / 'n'}")
+    assert "passed" in capsys.readouterr().out
 
 
 def test_nemo_dllm_generate(single_process, monkeypatch, capsys):

@@ -1,0 +1,189 @@
+"""Whether a converted checkpoint is the model that it was made of: every weight, and logits on real prompts.
+
+Shape letters: B rows, T positions, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, BlockCausal, Pattern
+from nemo_dllm.collections.diffusion.models.core import DiffusionCore
+from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
+from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+from nemo_dllm.collections.diffusion.single_process import single_process
+from nemo_dllm.connectors.build import build_on_cpu
+from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
+from nemo_dllm.connectors.config import hf_to_nemo_config
+from nemo_dllm.connectors.facts import CheckpointFacts, read_facts, weights_dtype
+from nemo_dllm.connectors.families import find_family
+from nemo_dllm.connectors.hf_export import load_nemo_checkpoint
+from nemo_dllm.connectors.load import export_hf_tensors, load_hf_weights
+from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
+from nemo_dllm.connectors.vocabulary_growth import vocabulary_tables
+
+PROMPTS = (
+    "The capital of France is Paris, and the capital of Italy is",
+    "def mean(values):\n    return sum(values) / len(values)",
+    "Question: A train covers 120 km in 1.5 hours. What is its speed? Answer:",
+)
+_DRAWN_TOKENS = 32
+# Releases whose config.json does not name it have blocks of 4.
+_BLOCK_SIZE = 4
+
+
+class Difference(NamedTuple):
+    """How far two tensors are from each other."""
+
+    name: str
+    max_error: float
+    """Largest absolute difference; infinite where the shapes differ."""
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What :func:`verify_checkpoint` found.
+
+    Args:
+        family: name of the family.
+        attention: ``causal``, ``bidirectional`` or ``block_causal``: how both sides attended.
+        reference: whose logits those of the checkpoint are compared with.
+        weights: one for each tensor.
+        unmatched: tensors that one side only has.
+        logits: one for each prompt.
+        tolerance: largest absolute difference allowed.
+    """
+
+    family: str
+    attention: str
+    reference: str
+    weights: list[Difference]
+    unmatched: list[str]
+    logits: list[Difference]
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is unmatched and no difference above the tolerance, or not a number."""
+        differences = [*self.weights, *self.logits]
+        return not self.unmatched and all(difference.max_error <= self.tolerance for difference in differences)
+
+
+def verify_checkpoint(
+    hf_path: str | Path, checkpoint: str | Path, *, tolerance: float = 1e-3, prompts: Sequence[str] = PROMPTS
+) -> Verification:
+    """Compare a checkpoint with the Hugging Face checkpoint that it was made of, or into.
+
+    Logits are compared in fp32, on the CPU, under the attention of the Hugging Face checkpoint's own class. The
+    reference is that class where transformers has it. Other classes are code of their checkpoints, which is never run:
+    there both sides are this package's forward pass, which proves the weights, not the architecture.
+
+    Args:
+        hf_path: folder of the Hugging Face checkpoint.
+        checkpoint: folder of a NeMo checkpoint, or of another Hugging Face checkpoint.
+        tolerance: largest absolute difference allowed, of weights and of logits.
+        prompts: texts; one row of tokens from the whole vocabulary is added to them.
+
+    Raises:
+        FileNotFoundError, ValueError: for folders that are no such checkpoints.
+    """
+    source, facts = HFCheckpoint(hf_path), read_facts(hf_path)
+    rows = _token_rows(source, prompts)
+    with single_process():
+        core, stored = _opened(Path(checkpoint))
+        weights, unmatched = _compare_weights(source, stored(), core.config)
+        own_class = _has_own_class(source, facts)
+        reference = _own_class_logits(source, rows) if own_class else _our_logits(_hf_core(source.path), facts, rows)
+        ours = _our_logits(core, facts, rows)
+    # The checkpoint may have more tokens.
+    logits = [
+        difference(f"prompt {index}", left, right[..., : left.size(-1)])
+        for index, (left, right) in enumerate(zip(reference, ours, strict=True), start=1)
+    ]
+    name = f"transformers {source.config['architectures'][0]}" if own_class else "this package's forward of the folder"
+    return Verification(facts.family, facts.attention, name, weights, unmatched, logits, tolerance)
+
+
+def difference(name: str, left: Tensor, right: Tensor) -> Difference:
+    """Compare two tensors in fp64."""
+    if left.shape != right.shape:
+        return Difference(name, float("inf"), float("nan"))
+    left, right = left.double().flatten(), right.double().flatten()
+    cosine = torch.nn.functional.cosine_similarity(left, right, dim=0)
+    return Difference(name, (left - right).abs().max().item(), cosine.item())
+
+
+def _compare_weights(
+    source: HFCheckpoint, tensors: Iterator[tuple[str, Tensor]], config
+) -> tuple[list[Difference], list[str]]:
+    table = find_family(source.config).key_table(config)
+    tables = vocabulary_tables(table)
+    expected = {name for name in source.keys() if table.reason_to_ignore(name) is None}  # noqa: SIM118
+    differences, unmatched = [], []
+    for name, tensor in tensors:
+        if name not in expected:
+            if table.reason_to_ignore(name) is None:
+                unmatched.append(f"{name} (only in the checkpoint)")
+            continue
+        expected.remove(name)
+        rows = source.shapes[name][0] if name in tables else None
+        differences.append(difference(name, source.tensor(name), tensor[:rows]))
+    return differences, unmatched + [f"{name} (not in the checkpoint)" for name in sorted(expected)]
+
+
+def _opened(path: Path) -> tuple[DiffusionCore, Callable[[], Iterator[tuple[str, Tensor]]]]:
+    """The model of a checkpoint, and what yields its stored tensors under their Hugging Face names."""
+    if (path / "context").is_dir():
+        core = unwrap_model(load_nemo_checkpoint(path).module)
+        return core, lambda: export_hf_tensors(core)
+    checkpoint = HFCheckpoint(path)
+    return _hf_core(path), lambda: ((name, checkpoint.tensor(name)) for name in checkpoint.keys())  # noqa: SIM118
+
+
+def _hf_core(path: Path) -> DiffusionCore:
+    # Any token will do as the mask: nothing is corrupted.
+    model = MDLMModel(hf_to_nemo_config(path), MaskedDiffusion(mask_token_id=0))
+    build_on_cpu(model, dtype=weights_dtype(HFCheckpoint(path)))
+    load_hf_weights(model.module, path)
+    return model.module
+
+
+@torch.no_grad()
+def _our_logits(core: DiffusionCore, facts: CheckpointFacts, rows: Sequence[Tensor]) -> list[Tensor]:
+    core.float().eval()
+    core.config.params_dtype = torch.float32
+    pattern = _pattern(facts)
+    return [core(tokens_BT, attention_mask=pattern) for tokens_BT in rows]
+
+
+def _pattern(facts: CheckpointFacts) -> Pattern:
+    if facts.attention == "bidirectional":
+        return Bidirectional()
+    return BlockCausal(1 if facts.attention == "causal" else facts.block_size or _BLOCK_SIZE)
+
+
+def _has_own_class(source: HFCheckpoint, facts: CheckpointFacts) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return facts.attention == "causal" and source.config["model_type"] in CONFIG_MAPPING_NAMES
+
+
+@torch.no_grad()
+def _own_class_logits(source: HFCheckpoint, rows: Sequence[Tensor]) -> list[Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(source.path), torch_dtype=torch.float32, trust_remote_code=False)
+    return [model.eval()(tokens_BT).logits for tokens_BT in rows]
+
+
+def _token_rows(source: HFCheckpoint, prompts: Sequence[str]) -> list[Tensor]:
+    tokenizer = load_hf_tokenizer(source.path)
+    texts = [] if tokenizer is None else [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    drawn = torch.randint(source.config["vocab_size"], (_DRAWN_TOKENS,), generator=torch.Generator().manual_seed(0))
+    return [torch.tensor([ids]) for ids in [*texts, drawn.tolist()] if ids]

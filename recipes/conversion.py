@@ -1,0 +1,80 @@
+"""Import, export and verification on the command line: models for ``nemo llm import``, and our own commands."""
+
+import lightning.pytorch as pl
+import nemo_run as run
+
+from nemo_dllm.connectors.conversion import diffusion_model, import_checkpoint
+from nemo_dllm.connectors.hf_export import export_hf_checkpoint
+from nemo_dllm.recipes.verification import verify_and_print
+
+
+@run.cli.factory(name="a2d")
+def a2d(path: str, mask_token_id: int | None = None, right_shift: bool | None = None) -> run.Config[pl.LightningModule]:
+    """The model of an autoregressive checkpoint folder, to be trained on as a diffusion model.
+
+    Examples:
+        ``nemo llm import model="a2d('Qwen3-0.6B')" source=hf://Qwen3-0.6B output_path=imported --yes``
+    """
+    return run.Config(diffusion_model, path, "a2d", mask_token_id=mask_token_id, right_shift=right_shift)
+
+
+@run.cli.factory(name="mdlm")
+def mdlm(path: str, mask_token_id: int | None = None) -> run.Config[pl.LightningModule]:
+    """The model of a masked diffusion checkpoint folder."""
+    return run.Config(diffusion_model, path, "mdlm", mask_token_id=mask_token_id)
+
+
+@run.cli.factory(name="bd3lm")
+def bd3lm(path: str, mask_token_id: int | None = None, block_size: int | None = None) -> run.Config[pl.LightningModule]:
+    """The model of a checkpoint folder, to be trained on as a block diffusion model."""
+    return run.Config(diffusion_model, path, "bd3lm", mask_token_id=mask_token_id, block_size=block_size)
+
+
+@run.cli.entrypoint(
+    name="import",
+    namespace="dllm",
+    enable_executor=False,
+    help="Hugging Face folder to NeMo checkpoint: source=FOLDER output_path=FOLDER",
+)
+def import_hf(
+    source: str,
+    output_path: str,
+    kind: str | None = None,
+    mask_token_id: int | None = None,
+    mask_init: str = "mean",
+    overwrite: bool = False,
+) -> None:
+    """Write a Hugging Face checkpoint as a NeMo checkpoint.
+
+    Args:
+        source, output_path, kind, mask_token_id, mask_init, overwrite: see :func:`import_checkpoint`.
+    """
+    options = {"kind": kind, "mask_token_id": mask_token_id, "mask_init": mask_init, "overwrite": overwrite}
+    print(f"imported: {import_checkpoint(source, output_path, **options)}")
+
+
+@run.cli.entrypoint(
+    name="export",
+    namespace="dllm",
+    enable_executor=False,
+    help="NeMo checkpoint to Hugging Face folder: path=CHECKPOINT output_path=FOLDER",
+)
+def export_hf(path: str, output_path: str, overwrite: bool = False) -> None:
+    """Write a NeMo checkpoint of a diffusion model as a Hugging Face checkpoint.
+
+    Args:
+        path, output_path, overwrite: see :func:`export_hf_checkpoint`.
+    """
+    print(f"exported: {export_hf_checkpoint(path, output_path, overwrite=overwrite)}")
+
+
+@run.cli.entrypoint(
+    namespace="dllm", enable_executor=False, help="Compare a conversion: hf_path=FOLDER checkpoint=CHECKPOINT"
+)
+def verify(hf_path: str, checkpoint: str, tolerance: float = 1e-3) -> None:
+    """Compare weights and logits of a checkpoint with a Hugging Face checkpoint; exit code 1 where they differ.
+
+    Args:
+        hf_path, checkpoint, tolerance: see :func:`verify_checkpoint`.
+    """
+    verify_and_print(hf_path, checkpoint, tolerance)

@@ -1,0 +1,99 @@
+"""A conversion compared with its source, and what a changed weight, attention or file makes of it."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.nemo
+
+NORM = "model.layers.1.self_attn.k_norm.weight"
+
+
+@pytest.fixture
+def verify(single_process):
+    from nemo_dllm.connectors.verify import verify_checkpoint
+
+    return verify_checkpoint
+
+
+@pytest.fixture
+def imported(single_process, models, tmp_path):
+    from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
+    from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+    from nemo_dllm.connectors.config import hf_to_nemo_config
+    from nemo_dllm.connectors.hf_import import import_hf_checkpoint
+
+    def run(source):
+        right_shift = source.name == "dream"
+        model = MDLMModel(hf_to_nemo_config(source), MaskedDiffusion(right_shift=right_shift))
+        return import_hf_checkpoint(model, source, tmp_path / "nemo")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "name, attention, reference",
+    [
+        ("qwen3", "causal", "transformers Qwen3ForCausalLM"),
+        ("llama", "causal", "transformers LlamaForCausalLM"),
+        ("qwen2", "causal", "transformers Qwen2ForCausalLM"),
+        ("qwen3_moe", "causal", "transformers Qwen3MoeForCausalLM"),
+        ("dream", "bidirectional", "this package's forward of the folder"),
+    ],
+)
+def test_an_import_is_its_source(verify, imported, models, name, attention, reference):
+    found = verify(models / name, imported(models / name))
+    assert found.passed
+    assert (found.attention, found.reference) == (attention, reference)
+    assert max(difference.max_error for difference in found.weights) == 0
+    assert max(difference.max_error for difference in found.logits) < 2e-5
+    assert len(found.logits) == 4 and min(difference.cosine for difference in found.logits) > 1 - 1e-6
+
+
+def test_a_changed_weight_is_named_and_changes_the_logits(verify, models, make_twin):
+    def change(tensors):
+        tensors[NORM] = tensors[NORM].flip(0)
+
+    found = verify(models / "qwen3", make_twin("qwen3", change))
+    assert not found.passed
+    assert [difference.name for difference in found.weights if difference.max_error] == [NORM]
+    # The toy tokenizer knows no word of the prompts: one token repeated leaves attention nothing to choose.
+    assert found.logits[-1].max_error > 1e-2
+
+
+def test_a_change_of_the_config_changes_the_logits_alone(verify, models, make_twin):
+    found = verify(models / "qwen3", make_twin("qwen3", rope_theta=10000))
+    assert not found.passed
+    assert max(difference.max_error for difference in found.weights) == 0
+
+
+def test_the_tolerance_decides(verify, models, make_twin):
+    def change(tensors):
+        tensors[NORM] += 1e-4
+
+    twin = make_twin("qwen3", change)
+    assert verify(models / "qwen3", twin, tolerance=1e-2).passed
+    assert not verify(models / "qwen3", twin, tolerance=1e-5).passed
+
+
+def test_comparison_of_tensors():
+    from nemo_dllm.connectors.verify import difference
+
+    ones = torch.ones(4)
+    assert difference("a", ones, ones) == ("a", 0.0, pytest.approx(1.0))
+    assert difference("a", ones, -2 * ones) == ("a", 3.0, pytest.approx(-1.0))
+    assert difference("a", ones, torch.ones(3)).max_error == float("inf")
+
+
+def test_the_command_prints_one_table_and_fails_loudly(models, make_twin, single_process, capsys):
+    from nemo_dllm.recipes.verification import verify_and_print
+
+    def change(tensors):
+        tensors[NORM] += 1.0
+
+    verify_and_print(models / "qwen3_tied", models / "qwen3_tied", 1e-3)
+    assert "passed" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="1"):
+        verify_and_print(models / "qwen3", make_twin("qwen3", change), 1e-3)
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed and "more than the tolerance of 0.001" in printed
+    assert printed.count("logits, prompt") == 4 and "reference: transformers Qwen3ForCausalLM" in printed
