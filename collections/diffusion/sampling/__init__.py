@@ -2,7 +2,7 @@
 
 from nemo_dllm.collections.diffusion.sampling.config import CACHES, SamplerConfig, SamplerField, sampler_fields
 from nemo_dllm.collections.diffusion.sampling.denoise import DenoiseStep, denoise
-from nemo_dllm.collections.diffusion.sampling.display import canvas_text, watch
+from nemo_dllm.collections.diffusion.sampling.display import canvas_pieces, canvas_text, watch
 from nemo_dllm.collections.diffusion.sampling.generate import (
     GenerateResult,
     generate,
@@ -39,6 +39,7 @@ __all__ = [
     "ReferenceQuirks",
     "SamplerConfig",
     "SamplerField",
+    "canvas_pieces",
     "canvas_text",
     "denoise",
     "generate",

@@ -4,7 +4,7 @@ Shape letters: B rows, T canvas positions, L positions of one pass, N scored pos
 V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,8 @@ class DenoiseStep:
         committed_BT: bool, positions filled by this step, those closed by an end token included.
         step: forward passes so far, from 1 (with guidance: pairs of them).
         edited_BT: bool, generated tokens that this step has replaced; None where nothing is edited.
+        settled_BT: bool, generated tokens with no hole before them that no later step replaces: what may be shown to a
+            reader. A row is finished when all its generated tokens are.
     """
 
     tokens_BT: Tensor
@@ -44,6 +46,7 @@ class DenoiseStep:
     committed_BT: Tensor
     step: int
     edited_BT: Tensor | None = None
+    settled_BT: Tensor | None = None
 
 
 def denoise(
@@ -57,6 +60,7 @@ def denoise(
     *,
     seeds: Sequence[int] | None = None,
     decode: Decode | None = None,
+    abandoned: Callable[[], Sequence[bool]] | None = None,
 ) -> Iterator[DenoiseStep]:
     """Fill the holes of a canvas, one forward pass per step.
 
@@ -74,6 +78,7 @@ def denoise(
             where ``seeds`` are given. A row sampled alone under its seed and id repeats what it gave in a batch.
         seeds: one per row, in place of ``config.seed``.
         decode: token ids -> text, for ``config.stop_strings``.
+        abandoned: asked before every pass which rows nobody waits for any more; they keep the holes that they have.
 
     Returns:
         An iterator over the steps; empty, without any forward pass, if there is no hole.
@@ -103,7 +108,7 @@ def denoise(
     keys_BT = torch.ones_like(holes_BT) if key_mask_BT is None else key_mask_BT
     blocks_BT = block_indices(holes_BT, config.block_size, config.counts_blocks_from)
     canvas = Canvas(holes_BT, blocks_BT, keys_BT, padded=key_mask_BT is not None)
-    return _Run(model, canvas_BT, canvas, mask_token_id, config, noise, ends).steps()
+    return _Run(model, canvas_BT, canvas, mask_token_id, config, noise, ends).steps(abandoned)
 
 
 class _Run:
@@ -121,9 +126,11 @@ class _Run:
         self.score = build_scorer(model, self.tokens_BT, canvas, mask_token_id, config)
         self.done_B = torch.zeros(len(canvas_BT), dtype=torch.bool, device=canvas_BT.device)
 
-    def steps(self) -> Iterator[DenoiseStep]:
+    def steps(self, abandoned: Callable[[], Sequence[bool]] | None) -> Iterator[DenoiseStep]:
         step = 0
         while True:
+            if abandoned is not None:
+                self.progress.end(abandoned())
             blocks = self.progress.blocks()
             if all(block is None for block in blocks) or (self.config.quirks.stop_after_block and self.done_B.all()):
                 return
@@ -143,10 +150,11 @@ class _Run:
                 filled_BT = selected_BT & (self.tokens_BT != self.mask_token_id)
             self.holes_BT = holes_before_BT & ~filled_BT
             finished_B = self._advance(active_BT, edited_BT)
-            self._close_ended(active_BT & ~finished_B[:, None])
+            settled_BT = self._settle(active_BT & ~finished_B[:, None])
             step += 1
             edits_BT = None if self.config.editing_threshold is None else edited_BT
-            yield DenoiseStep(self.tokens_BT, self.holes_BT, holes_before_BT & ~self.holes_BT, step, edits_BT)
+            committed_BT = holes_before_BT & ~self.holes_BT
+            yield DenoiseStep(self.tokens_BT, self.holes_BT, committed_BT, step, edits_BT, settled_BT)
 
     def _active(self, blocks: list[int | None]) -> Tensor:
         """Positions of the block at hand, none in rows that have nothing to do; bool [B, T]."""
@@ -200,17 +208,18 @@ class _Run:
             self.done_B |= finished_B & (active_BT & (self.tokens_BT == self.config.eos_token_id)).any(dim=1)
         return finished_B
 
-    def _close_ended(self, open_block_BT: Tensor) -> None:
-        """Fill the rows whose text has ended: nothing behind the end can change it."""
+    def _settle(self, open_block_BT: Tensor) -> Tensor:
+        """Settled tokens; the rows whose text has ended are filled, for nothing behind the end can change it."""
         config = self.config
-        if not config.end_token_ids:
-            return
         settled_BT = self.canvas.holes_BT & (self.holes_BT.cumsum(dim=1) == 0)
         if config.editing_threshold is not None:
             # What may still be edited has not ended anything yet.
             settled_BT = settled_BT & ~open_block_BT
+        if not config.end_token_ids:
+            return settled_BT
         ended_B = self.ends.ended(self.tokens_BT, settled_BT)
         closed_BT = self.holes_BT & ended_B[:, None]
         self.tokens_BT = self.tokens_BT.masked_fill(closed_BT, config.end_token_ids[0])
         self.holes_BT = self.holes_BT & ~closed_BT
         self.progress.end(ended_B.tolist())
+        return settled_BT | (self.canvas.holes_BT & ended_B[:, None])

@@ -5,7 +5,7 @@ Shape letters: T canvas positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -64,15 +64,28 @@ def canvas_text(step: DenoiseStep, decode: Decode) -> Text:
     text = Text()
     new_BT = step.committed_BT if step.edited_BT is None else step.committed_BT | step.edited_BT
     tokens, holes, new = (x_BT[0].tolist() for x_BT in (step.tokens_BT, step.holes_BT, new_BT))
+    for piece, kind in canvas_pieces(tokens, holes, new, decode):
+        text.append(piece.translate(VISIBLE_CONTROLS), _STYLES[kind])
+    return text
+
+
+def canvas_pieces(
+    tokens: Sequence[int], holes: Sequence[bool], new: Sequence[bool], decode: Decode
+) -> Iterator[tuple[str, str]]:
+    """A row as texts with their kinds: "mask" for a run of holes (a block per hole), "new" and "old" tokens.
+
+    Args:
+        tokens: ids of the row; those under holes are not read.
+        holes, new: per token, whether it is still to be found, and whether it has just been.
+        decode: token ids -> text.
+    """
     for is_hole, run in groupby(range(len(tokens)), key=holes.__getitem__):
         positions = list(run)
         if is_hole:
-            text.append(MASK_CHARACTER * len(positions), _STYLES["mask"])
+            yield MASK_CHARACTER * len(positions), "mask"
             continue
         kinds = ["new" if new[position] else "old" for position in positions]
-        for piece, kind in _styled_pieces([tokens[position] for position in positions], kinds, decode):
-            text.append(piece.translate(VISIBLE_CONTROLS), _STYLES[kind])
-    return text
+        yield from _styled_pieces([tokens[position] for position in positions], kinds, decode)
 
 
 def _styled_pieces(ids: list[int], kinds: list[str], decode: Decode) -> Iterator[tuple[str, str]]:
