@@ -130,3 +130,5 @@ def test_samples_with_fewer_parts_draw_as_if_alone():
         for row in range(3):
             alone = parts(kind, index[row : row + 1], parts_B[row : row + 1], group_size=3)[0]
             assert torch.equal(together[row, : parts_B[row]], alone)
+        # Schedules refuse what is outside, though nobody uses it.
+        assert ((together > 0) & (together <= 1)).all()

@@ -90,7 +90,8 @@ def _spread(unit_B: Tensor, seed: int, sample_index_B: Tensor, parts_B: Tensor, 
     # Draws of parts that a sample does not have come last.
     absent_BP = torch.arange(draws_BP.shape[1]) >= parts_B[:, None]
     stratum_BP = draws_BP.masked_fill(absent_BP, 2.0).argsort(dim=1, stable=True).argsort(dim=1)
-    return (stratum_BP + unit_B[:, None]) / parts_B[:, None]
+    # Absent parts have no time, but schedules check that what they get is one.
+    return ((stratum_BP + unit_B[:, None]) / parts_B[:, None]).masked_fill(absent_BP, 0.5)
 
 
 def _scale(unit: Tensor, time_range: tuple[float, float]) -> Tensor:
