@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -46,8 +47,10 @@ def test_the_shift_is_the_checkpoints(load_checkpoint, hf_twin):
     assert shifted.sampler_config().right_shift
     # With a shift the first token has no left neighbour, so that an empty prompt needs a start token.
     with_start = SimpleNamespace(bos_id=191, eos_id=192, vocab_size=196)
-    assert replace(shifted, tokenizer=with_start).sampler_config().bos_token_id == 191
-    assert replace(shifted, tokenizer=with_start, right_shift=False).sampler_config().bos_token_id is None
+    shifted = replace(shifted, tokenizer=with_start)
+    assert shifted.sampler_config().bos_token_id == 191
+    plain = replace(shifted, objective=replace(shifted.objective, right_shift=False))
+    assert plain.sampler_config().bos_token_id is None
 
 
 def test_text_and_tokens(model):
@@ -89,8 +92,68 @@ def test_half_precision_is_kept_where_it_is_fast(load_checkpoint, hf_twin, golde
     assert (logits.float() - golden["logits"]).abs().mean() < 2e-2 * golden["logits"].std()
 
 
-def test_no_masked_diffusion_model_no_sampling(load_checkpoint, hf_twin, autoregressive_folder):
-    with pytest.raises(ValueError, match="causal attention, not a masked diffusion model"):
+GOLDEN = Path(__file__).parents[1] / "golden" / "models"
+
+
+@pytest.mark.parametrize(
+    "name, block_size, preset, fields",
+    [
+        ("sdar", 4, "sdar", {"cache": "exact", "block_size": 4, "threshold": 0.85, "block_origin": "sequence"}),
+        ("sdar_moe", 4, "sdar", {"cache": "exact", "block_size": 4}),
+        ("llada2_moe", 32, "llada2", {"cache": "exact", "block_size": 32, "threshold": 0.95}),
+        ("dream", None, "dream", {"cache": None, "right_shift": True, "remasking": "entropy"}),
+        ("llada", None, "llada", {"cache": None, "block_size": 32, "threshold": None}),
+        ("a2d_llama", None, None, {"cache": None, "block_size": None}),
+    ],
+)
+def test_the_checkpoint_chooses_pattern_and_preset(load_checkpoint, name, block_size, preset, fields):
+    loaded = load_checkpoint(GOLDEN / name)
+    assert (loaded.block_size, loaded.default_preset) == (block_size, preset)
+    assert loaded.denoiser.block_size == block_size
+    config = loaded.sampler_config()
+    assert {field: getattr(config, field) for field in fields} == fields
+    tokens_BT = torch.arange(1, 41, device=loaded.device)[None]
+    changed_BT = tokens_BT.clone()
+    changed_BT[0, -1] = 99
+    differs_T = ((loaded.denoiser(tokens_BT) - loaded.denoiser(changed_BT)).abs() > 1e-4).any(-1)[0]
+    # Only from the block of the changed token on, where there are blocks.
+    assert differs_T.nonzero()[0].item() == (39 // block_size * block_size if block_size else 0)
+
+
+def test_a_block_size_makes_an_exported_model_block_causal(load_checkpoint, hf_twin):
+    loaded = load_checkpoint(hf_twin(block_size=8))
+    config = loaded.sampler_config()
+    assert (loaded.block_size, loaded.default_preset) == (8, None)
+    assert (config.cache, config.block_size, config.block_origin) == ("exact", 8, "sequence")
+    assert loaded.sampler_config(cache=None).block_origin == "sequence"
+
+
+def test_caches_are_for_the_models_that_they_fit(load_checkpoint, model):
+    with pytest.raises(ValueError, match="cache='exact' is for block-causal models, and this one attends in both"):
+        model.sampler_config("sdar")
+    with pytest.raises(ValueError, match="cache='approximate_dual' is for bidirectional models.*take 'exact'"):
+        load_checkpoint(GOLDEN / "sdar").sampler_config(cache="approximate_dual")
+    assert model.sampler_config("fast_dllm").cache == "approximate_dual"
+
+
+@pytest.mark.parametrize("changes, causal", [({}, False), ({"ar_loss_weight": 0.5}, True)])
+def test_a_nemo_checkpoint_of_block_diffusion(load_checkpoint, tmp_path, changes, causal):
+    from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
+    from nemo_dllm.collections.diffusion.objectives import BlockDiffusion
+    from nemo_dllm.connectors.config import hf_to_nemo_config
+    from nemo_dllm.connectors.hf_import import import_hf_checkpoint
+
+    objective = BlockDiffusion(block_size=8, **changes)
+    folder = import_hf_checkpoint(
+        BD3LMModel(hf_to_nemo_config(GOLDEN / "sdar"), objective), GOLDEN / "sdar", tmp_path / "nemo"
+    )
+    loaded = load_checkpoint(folder)
+    assert (loaded.family, loaded.block_size, loaded.denoiser.causal_commits) == ("sdar", 8, causal)
+    assert loaded.sampler_config().block_size == 8
+
+
+def test_no_diffusion_model_no_sampling(load_checkpoint, hf_twin, autoregressive_folder):
+    with pytest.raises(ValueError, match=r"qwen3 is an autoregressive model.*nemo-dllm finetune --factory.*init_from="):
         load_checkpoint(autoregressive_folder)
     folder = hf_twin(vocab_size=196)
     tensors = load_file(folder / "model.safetensors")

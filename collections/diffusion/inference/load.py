@@ -1,34 +1,43 @@
-"""A checkpoint as the function that samplers call.
-
-Shape letters: B rows, T positions, V vocabulary.
-"""
+"""A checkpoint as a model to sample from."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
 from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
-from torch import Tensor
 
+from nemo_dllm.collections.diffusion.inference.cached import MegatronDenoiser
 from nemo_dllm.collections.diffusion.inference.locate import CheckpointKind, locate_checkpoint
+from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
-from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion, Objective
 from nemo_dllm.collections.diffusion.sampling import SamplerConfig, preset_fields
 from nemo_dllm.collections.diffusion.single_process import start_single_process
 from nemo_dllm.connectors.build import build_on_cpu
 from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
 from nemo_dllm.connectors.config import hf_to_nemo_config
 from nemo_dllm.connectors.facts import read_facts, weights_dtype
-from nemo_dllm.connectors.families import find_family
+from nemo_dllm.connectors.families import family_of, find_family
 from nemo_dllm.connectors.hf_export import load_nemo_checkpoint
 from nemo_dllm.connectors.load import load_hf_weights
 from nemo_dllm.connectors.mask_token import mask_token_at
 from nemo_dllm.connectors.nemo_tokenizer import nemo_tokenizer
 from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
+
+# What released models of a family are sampled with.
+FAMILY_PRESETS = {
+    "dream": "dream",
+    "llada": "llada",
+    "llada2": "llada2",
+    "llada_moe": "llada",
+    "sdar": "sdar",
+    "sdar_moe": "sdar",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,27 +47,41 @@ class LoadedModel:
     Attributes:
         core: the Megatron model, whole, in evaluation mode.
         tokenizer: NeMo's tokenizer of the checkpoint; None where it has none.
-        mask_token_id: token shown at positions to fill.
-        right_shift: whether the logits at position i score position i + 1.
+        objective: what it was trained for, or would be: mask token, logit shift, and blocks where it attends by blocks.
+        family: of the connectors; None for a model of no family.
     """
 
     core: DiffusionCore
     tokenizer: TokenizerSpec | None
-    mask_token_id: int
-    right_shift: bool
+    objective: Objective
+    family: str | None = None
 
-    @torch.no_grad()
-    def denoiser(self, tokens_BT: Tensor, *, key_mask_BT: Tensor | None = None) -> Tensor:
-        """Score every token at every position; a ``sampling.DenoiserFn``.
+    @cached_property
+    def denoiser(self) -> MegatronDenoiser:
+        """What samplers call, with a cache or without."""
+        return MegatronDenoiser(self.core, self.block_size, self.block_size is not None and self.objective.causal_clean)
 
-        Args:
-            tokens_BT: int64 on ``device``, the mask token where unknown.
-            key_mask_BT: bool, True where a position may be attended to; None means everywhere.
+    @property
+    def mask_token_id(self) -> int:
+        """Token shown at positions to fill."""
+        return self.objective.mask_token_id
 
-        Returns:
-            Logits [B, T, V] over the tokens, without padding rows, in the model's dtype.
-        """
-        return self.core(tokens_BT, attention_mask=key_mask_BT)
+    @property
+    def right_shift(self) -> bool:
+        """Whether the logits at position i score position i + 1."""
+        return self.objective.right_shift
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens per block of a model that is block-causal; None for a bidirectional one."""
+        return self.objective.block_size
+
+    @property
+    def default_preset(self) -> str | None:
+        """The preset of the model's family, where it attends as that family's released models do."""
+        name = FAMILY_PRESETS.get(self.family)
+        is_block_causal = name is not None and preset_fields(name).get("cache") == "exact"
+        return name if is_block_causal == (self.block_size is not None) else None
 
     @property
     def config(self) -> TransformerConfig:
@@ -92,13 +115,16 @@ class LoadedModel:
         return self._text_tokenizer().ids_to_text(token_ids)
 
     def sampler_config(self, preset: str | None = None, **settings: Any) -> SamplerConfig:
-        """Sampler settings with what the checkpoint decides: shift, start and end token, and ids that are no text.
+        """Sampler settings with what the checkpoint decides: shift, blocks, start and end token, ids that are no text.
 
         A start token is set where an empty prompt needs one, which is with the shift.
 
         Args:
-            preset: a name in ``sampling.PRESETS``, whose fields the checkpoint's win over; None is none.
+            preset: a name in ``sampling.PRESETS``, whose fields the checkpoint's win over; None is ``default_preset``.
             settings: further fields of ``SamplerConfig``, which win over both.
+
+        Raises:
+            ValueError: for fields that do not fit together, or do not fit the model.
         """
         num_tokens = self.core.logical_vocab_size
         num_texts = num_tokens if self.tokenizer is None else self.tokenizer.vocab_size
@@ -108,8 +134,21 @@ class LoadedModel:
             "eos_token_id": getattr(self.tokenizer, "eos_id", None),
             "suppress_token_ids": tuple(range(num_texts, num_tokens)),
         }
+        if self.block_size is not None:
+            of_checkpoint |= {"block_size": self.block_size, "block_origin": "sequence", "cache": "exact"}
+        preset = preset or self.default_preset
         of_preset = {} if preset is None else preset_fields(preset)
-        return SamplerConfig(**(of_preset | of_checkpoint | settings))
+        config = SamplerConfig(**(of_preset | of_checkpoint | settings))
+        if self.block_size is None and config.cache == "exact":
+            raise ValueError(
+                "cache='exact' is for block-causal models, and this one attends in both directions; choose "
+                "approximate_prefix or approximate_dual, or leave it None"
+            )
+        if self.block_size is not None and config.cache not in (None, "exact"):
+            raise ValueError(
+                f"cache={config.cache!r} is for bidirectional models, and this one is block-causal; take 'exact'"
+            )
+        return config
 
     def _text_tokenizer(self) -> TokenizerSpec:
         if self.tokenizer is None:
@@ -140,29 +179,39 @@ def load_checkpoint(path: str | Path, *, best: bool = False) -> LoadedModel:
     else:
         core.float()
         core.config.params_dtype = torch.float32
-    return LoadedModel(core, model.tokenizer, model.objective.mask_token_id, model.objective.right_shift)
+    return LoadedModel(core, model.tokenizer, model.objective, _family_name(model.config))
+
+
+def _family_name(config: TransformerConfig) -> str | None:
+    try:
+        return family_of(config).name
+    except ValueError:  # Trained from scratch with sizes of no family.
+        return None
 
 
 def _load_hf_checkpoint(path: Path) -> DiffusionModel:
     facts = read_facts(path)
-    if facts.attention != "bidirectional":
+    if facts.attention == "causal":
         raise ValueError(
-            f"{path} is a model with {facts.attention} attention, not a masked diffusion model; import it and train it "
-            "as one (nemo-dllm recipes lists how)"
+            f"{path} is an autoregressive model, which cannot fill in tokens; make it a diffusion model first: "
+            f"nemo-dllm finetune --factory \"NAME(init_from='{path}')\" (nemo-dllm recipes lists the names)"
         )
-    if facts.mask_token_id is None:
-        raise ValueError(f"{path} has no mask token; set mask_token_id in its config.json to the id of the mask token")
     checkpoint = HFCheckpoint(path)
+    # An added one may have a row among those that published tables have to spare.
+    if facts.mask_token_id is None or facts.mask_token_id >= checkpoint.config["vocab_size"]:
+        raise ValueError(f"{path} has no mask token; set mask_token_id in its config.json to the id of the mask token")
     mask_token = mask_token_at(
         facts.mask_token_id, load_hf_tokenizer(path), checkpoint.config, find_family(checkpoint.config)
     )
     config = hf_to_nemo_config(path)
     config.seq_length = getattr(config, "max_position_embeddings", config.seq_length)
-    model = MDLMModel(
-        config,
-        MaskedDiffusion(mask_token_id=mask_token.id, right_shift=facts.right_shift),
-        tokenizer=nemo_tokenizer(path, mask_token),
-    )
+    fixed = {"mask_token_id": mask_token.id, "right_shift": facts.right_shift}
+    # A class that attends in both directions has blocks where it was exported from block diffusion.
+    if facts.block_size is None:
+        model_class, objective = MDLMModel, MaskedDiffusion(**fixed)
+    else:
+        model_class, objective = BD3LMModel, BlockDiffusion(**fixed, block_size=facts.block_size)
+    model = model_class(config, objective, tokenizer=nemo_tokenizer(path, mask_token))
     build_on_cpu(model, dtype=weights_dtype(checkpoint))
     load_hf_weights(model.module, path)
     return model

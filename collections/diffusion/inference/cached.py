@@ -1,0 +1,94 @@
+"""A Megatron model as what samplers call: over the whole canvas, or over a few positions with a cache of the others.
+
+Shape letters: B rows, T canvas positions, L positions of one pass, S cache slots, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys
+from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, BlockCausal
+from nemo_dllm.collections.diffusion.models.core import DiffusionCore
+from nemo_dllm.collections.diffusion.sampling import CacheWindow, KVCache
+
+
+class MegatronDenoiser:
+    """A ``sampling.DenoiserFn`` and a ``sampling.CachedDenoiser`` in one.
+
+    A pass with a cache runs the layers on the given positions alone; Megatron's inference engine has no part in it.
+
+    Args:
+        core: the model, whole, in evaluation mode.
+        block_size: tokens of a block, for models that are block-causal; None for bidirectional ones.
+        causal_commits: committed tokens see only those before them, as the clean tokens of a block diffusion model did
+            that was trained with a next-token loss.
+    """
+
+    def __init__(self, core: DiffusionCore, block_size: int | None = None, causal_commits: bool = False):
+        self.core, self.block_size, self.causal_commits = core, block_size, causal_commits
+
+    @torch.no_grad()
+    def __call__(self, tokens_BT: Tensor, *, key_mask_BT: Tensor | None = None) -> Tensor:
+        """Score every token at every position of the canvas.
+
+        Args:
+            tokens_BT: int64 on the model's device, the mask token where unknown.
+            key_mask_BT: bool, True where a position may be attended to; None means everywhere.
+
+        Returns:
+            Logits [B, T, V] over the tokens, without padding rows, in the model's dtype.
+
+        Raises:
+            ValueError: with ``causal_commits``: no mask says where the block at hand begins.
+        """
+        if self.block_size is None:
+            return self.core(tokens_BT, attention_mask=Bidirectional(key_mask_BT))
+        if self.causal_commits:
+            raise ValueError(
+                "cache=None cannot be used with this model: finished blocks attend causally, the block at hand does "
+                "not, as in its training with ar_loss_weight above 0; set cache='exact'"
+            )
+        return self.core(tokens_BT, attention_mask=BlockCausal(self.block_size, key_mask_BL=key_mask_BT))
+
+    def new_cache(self, rows: int, positions: int) -> KVCache:
+        """An empty cache on the model's device; see ``CachedDenoiser``."""
+        return KVCache(rows, positions, next(self.core.parameters()).device)
+
+    @torch.no_grad()
+    def denoise(self, tokens_BL: Tensor, positions_BL: Tensor, cache: KVCache, *, key_mask_BL: Tensor) -> Tensor:
+        """Logits [B, L, V] of the given positions, which see the cache and each other; see ``CachedDenoiser``."""
+        window = cache.window(positions_BL, key_mask_BL)
+        return self.core(tokens_BL, positions_BL, _cached_keys(cache, window))
+
+    @torch.no_grad()
+    def commit(
+        self, tokens_BL: Tensor, positions_BL: Tensor, cache: KVCache, *, key_mask_BL: Tensor, blocks_BL: Tensor
+    ) -> Tensor:
+        """Encode tokens, keep them, and return the last logits of each row, [B, V]; see ``CachedDenoiser``."""
+        window = cache.window(positions_BL, key_mask_BL, positions_BL if self.causal_commits else blocks_BL)
+        rows = len(tokens_BL)
+        last_B = (key_mask_BL.sum(dim=1) - 1).clamp_min(0)
+        at_B = last_B * rows + torch.arange(rows, device=last_B.device)
+        logits_BV = self.core(tokens_BL, positions_BL, _cached_keys(cache, window), logits_at_N=at_B)
+        cache.hold(window)
+        return logits_BV
+
+
+def _cached_keys(cache: KVCache, window: CacheWindow) -> CachedKeys:
+    """The pass as layers see it: no slots behind the last visible one, and no mask where all see all."""
+    # Padding has the last slot. Whoever sees nothing else may see anything: its logits are not read.
+    visible_BLS = window.visible_BLS[..., :-1]
+    positions_S = torch.arange(1, visible_BLS.size(-1) + 1, device=visible_BLS.device)
+    used = (visible_BLS.flatten(0, 1).any(dim=0) * positions_S).max()
+    visible_BLS = visible_BLS | ~visible_BLS.any(dim=-1, keepdim=True)
+    pairs = (visible_BLS & (positions_S <= used)).sum()
+    # One wait for the device, not two.
+    used, pairs = torch.stack([used, pairs]).tolist()
+    used = max(used, 1)
+    sees_all = pairs == used * visible_BLS[..., 0].numel()
+
+    def exchange(layer: int, keys_BLGD: Tensor, values_BLGD: Tensor) -> tuple[Tensor, Tensor]:
+        keys_BSGD, values_BSGD = cache.write(layer, window, keys_BLGD, values_BLGD)
+        return keys_BSGD[:, :used], values_BSGD[:, :used]
+
+    return CachedKeys(None if sees_all else visible_BLS[..., :used], exchange)

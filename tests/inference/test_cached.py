@@ -1,0 +1,215 @@
+"""Megatron models with a cache of keys and values.
+
+Shape letters: B rows, T canvas positions, L positions of one pass.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_dllm.collections.diffusion.sampling import SamplerConfig, generate, infill
+
+pytestmark = pytest.mark.nemo
+
+TESTS = Path(__file__).parents[1]
+MODELS = TESTS / "golden" / "models"
+LONG_PROMPTS = [[29, 12, 4, 0, 159, 33, 91, 8, 7], [3, 88, 1, 16, 33, 70, 25, 188, 118, 2, 67, 100, 40, 87]]
+PROMPTS = [[12, 60, 4], [29, 12, 4, 0, 159, 33, 91, 8, 7], [5], [88, 7, 1, 8]]
+
+
+def lists(rows):
+    return [row.tolist() for row in rows]
+
+
+@pytest.fixture(scope="module")
+def denoiser(single_process):
+    """Name of a golden checkpoint and a block size (None: its own) -> its MegatronDenoiser."""
+    from nemo_dllm.collections.diffusion.inference import MegatronDenoiser, load_checkpoint
+
+    models = {}
+
+    def of(name, block_size=None, **fields):
+        if name not in models:
+            models[name] = load_checkpoint(MODELS / name)
+        model = models[name]
+        return MegatronDenoiser(model.core, block_size or model.block_size, **fields), model.mask_token_id
+
+    return of
+
+
+def sample(denoiser_and_mask, prompts, **fields):
+    model, mask = denoiser_and_mask
+    config = SamplerConfig(**{"max_new_tokens": 10, "block_size": 4, **fields})
+    device = next(model.core.parameters()).device
+    return generate(model, prompts, config, mask_token_id=mask, device=device)
+
+
+@pytest.mark.parametrize("name", ["sdar", "llada2_moe", "a2d_qwen3", "a2d_llama"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"threshold": 0.06, "block_size": 8},
+        {"temperature": 1.0, "top_k": 20, "seed": 3},
+        {"right_shift": True, "steps_per_block": 2},
+        {"cfg_scale": 1.0, "steps_per_block": 2},
+        {"block_size": 1, "max_new_tokens": 4},
+        {"block_size": 64},
+    ],
+)
+def test_the_cache_changes_no_token(denoiser, name, fields):
+    """Unequal prompts: cached blocks against the whole canvas under the block-causal mask."""
+    model = denoiser(name, fields.get("block_size", 4))
+    for prompts in (PROMPTS, LONG_PROMPTS):
+        cached = sample(model, prompts, **fields, cache="exact")
+        whole = sample(model, prompts, **fields, block_origin="sequence")
+        assert lists(cached.sequences) == lists(whole.sequences)
+
+
+@pytest.mark.parametrize("name", ["sdar", "llada2_moe", "a2d_qwen3"])
+def test_cached_logits_are_those_of_the_whole_canvas(denoiser, name):
+    model, _ = denoiser(name, 4)
+    device = next(model.core.parameters()).device
+    tokens_BT = torch.randint(0, 190, (2, 12), generator=torch.Generator().manual_seed(0)).to(device)
+    positions_BT = torch.arange(12, device=device).expand(2, -1)
+    # Row 0 has committed two blocks, row 1 one; then each scores its next block.
+    lengths_B1 = torch.tensor([[8], [4]], device=device)
+    cache = model.new_cache(2, 12)
+    last_BV = model.commit(
+        tokens_BT[:, :8],
+        positions_BT[:, :8],
+        cache,
+        key_mask_BL=positions_BT[:, :8] < lengths_B1,
+        blocks_BL=positions_BT[:, :8] // 4,
+    )
+    positions_BL = lengths_B1 + torch.arange(4, device=device)
+    block_BL = tokens_BT.gather(1, positions_BL)
+    scored_BLV = model.denoise(block_BL, positions_BL, cache, key_mask_BL=torch.ones_like(block_BL, dtype=torch.bool))
+    whole_BTV = model(tokens_BT)
+    tolerance = {"rtol": 0, "atol": 2e-5}
+    torch.testing.assert_close(last_BV, torch.stack([whole_BTV[0, 7], whole_BTV[1, 3]]), **tolerance)
+    torch.testing.assert_close(scored_BLV, torch.stack([whole_BTV[0, 8:12], whole_BTV[1, 4:8]]), **tolerance)
+    # Not so without the blocks' mask.
+    model, _ = denoiser(name, 12)
+    assert (model(tokens_BT)[0, 8:12] - scored_BLV[0]).abs().max() > 1e-2
+
+
+def test_the_equality_is_not_vacuous(denoiser):
+    right = lists(sample(denoiser("sdar", 4), LONG_PROMPTS, cache="exact").sequences)
+    assert lists(sample(denoiser("sdar", 4), LONG_PROMPTS, cache="exact", block_origin="prompt").sequences) != right
+    assert lists(sample(denoiser("sdar", 64), LONG_PROMPTS, block_origin="sequence").sequences) != right
+    causal = denoiser("sdar", 4, causal_commits=True)
+    assert lists(sample(causal, LONG_PROMPTS, cache="exact").sequences) != right
+
+
+def test_a_batch_gives_what_its_rows_give_alone(denoiser):
+    fields = {"cache": "exact", "temperature": 0.8, "remasking": "random", "seed": 2}
+    together = sample(denoiser("sdar"), PROMPTS, **fields)
+    model, mask = denoiser("sdar")
+    for row, prompt in enumerate(PROMPTS):
+        config = SamplerConfig(max_new_tokens=10, block_size=4, **fields)
+        alone = generate(
+            model,
+            [prompt],
+            config,
+            mask_token_id=mask,
+            row_ids=[row],
+            device=next(model.core.parameters()).device,
+        )
+        assert lists(alone.sequences) == lists(together.sequences[row : row + 1])
+
+
+def test_blocks_run_alone_through_the_layers(denoiser, monkeypatch):
+    model, mask = denoiser("sdar")
+    lengths = []
+    forward = model.core.forward
+
+    def counted(input_ids, *rest, **named):
+        lengths.append(input_ids.size(1))
+        return forward(input_ids, *rest, **named)
+
+    monkeypatch.setattr(model.core, "forward", counted)
+    sample((model, mask), [[1] * 9], max_new_tokens=8, steps_per_block=2, cache="exact")
+    assert lengths == [8, 4, 4, 4, 4, 4, 4, 1]
+
+
+def test_committed_tokens_may_attend_causally(denoiser):
+    """What a model trained with a next-token loss reads: the prefix causally, the block at hand in both directions."""
+    model, mask = denoiser("sdar", 4, causal_commits=True)
+    device = next(model.core.parameters()).device
+    tokens_BT = torch.tensor([LONG_PROMPTS[0][:8]], device=device)
+    positions_BT = torch.arange(8, device=device)[None]
+    cache = model.new_cache(1, 8)
+    everywhere = torch.ones(1, 8, dtype=torch.bool, device=device)
+    blocks_BT = positions_BT // 4
+    last_BV = model.commit(tokens_BT, positions_BT, cache, key_mask_BL=everywhere, blocks_BL=blocks_BT)
+    torch.testing.assert_close(last_BV, denoiser("sdar", 1)[0](tokens_BT)[:, -1], rtol=0, atol=2e-5)
+    with pytest.raises(ValueError, match="cache=None cannot be used with this model.*set cache='exact'"):
+        sample((model, mask), LONG_PROMPTS, block_origin="sequence")
+
+
+@pytest.mark.parametrize("cache", ["approximate_prefix", "approximate_dual"])
+@pytest.mark.parametrize("name", ["a2d_qwen3", "llada", "dream"])
+def test_approximate_caches_of_bidirectional_models(denoiser, name, cache):
+    model, mask = denoiser(name)
+    fields = {"cache": cache, "right_shift": name == "dream"}
+    result = sample((model, mask), PROMPTS, **fields)
+    assert mask not in torch.cat(result.completions) and all(len(row) == 10 for row in result.completions)
+    # The first step of a block reuses what is fresh.
+    one_step = sample((model, mask), PROMPTS, right_shift=name == "dream", steps_per_block=1)
+    assert lists(sample((model, mask), PROMPTS, **fields, steps_per_block=1).sequences) == lists(one_step.sequences)
+
+
+def test_infilling_with_a_cache(denoiser):
+    model, mask = denoiser("sdar")
+    rows = [[7, mask, mask, 9, mask, 3, 4, 5, mask, 6], [1, 2, 3, 4, 5, mask, 7]]
+    holes = [[token == mask for token in row] for row in rows]
+    device = next(model.core.parameters()).device
+    cached, whole = (
+        infill(model, rows, holes, SamplerConfig(block_size=4, **fields), mask_token_id=mask, device=device)
+        for fields in ({"cache": "exact"}, {"block_origin": "sequence"})
+    )
+    assert lists(cached.sequences) == lists(whole.sequences)
+
+
+@pytest.fixture(scope="module")
+def traces():
+    """The test that repeats dllm's recorded canvases, for its reading of them."""
+    spec = importlib.util.spec_from_file_location("traces", TESTS / "sampling" / "test_golden_traces.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TRACES = {
+    "mdlm_a2d_qwen3": ["basic", "blocks", "batch_unequal_cosine", "cfg_batch_keep", "right_shift", "infill_batch"],
+    "mdlm_llada": ["basic", "batch_unequal", "cfg"],
+    "bd3lm_a2d_qwen3": ["basic", "batch_unequal", "cfg"],
+    "bd3lm_sdar": [
+        "basic",
+        "prompt_not_multiple",
+        "batch_unequal",
+        "ragged_last_block",
+        "cfg",
+        "right_shift",
+        "gumbel",
+    ],
+    "llada2_llada2_moe": ["basic", "two_steps", "batch_threshold", "steps3"],
+    "dream_dream": ["maskgit", "entropy", "margin", "batch_left_pad", "cfg"],
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="recorded on a CPU: near ties fall otherwise on a GPU")
+@pytest.mark.parametrize("file, name", [(file, name) for file, names in TRACES.items() for name in names])
+def test_recorded_canvases(denoiser, traces, file, name):
+    """dllm's canvases, step by step, from the Megatron models."""
+    case, kind = traces.TRACES[f"{file}.safetensors"][name], file.split("_")[0]
+    config = traces.settings(case, kind)
+    model, mask = denoiser(case["model"])
+    assert mask == case["token_ids"]["mask_token_id"]
+    steps = list(traces.our_steps(model, case, config))
+    history_SBT = load_file(traces.GOLDEN / f"{file}.safetensors")[f"{name}.history"]
+    traces.assert_recorded(steps, case, kind, config, history_SBT)
