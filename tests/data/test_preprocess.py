@@ -71,6 +71,7 @@ def corpus(tmp_path):
     (tmp_path / "e.log").write_text("\n\n" + "\r\n".join(TEXTS))
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "f"))
     datasets.DatasetDict(test=datasets.Dataset.from_list(rows)).save_to_disk(str(tmp_path / "g"))
+    (tmp_path / "i.json").write_text(json.dumps(rows, indent=1))
     (tmp_path / "h").mkdir()
     for i, text in enumerate(TEXTS):
         (tmp_path / "h" / f"{i:02}.txt").write_text(text)
@@ -88,6 +89,7 @@ def corpus(tmp_path):
         ("f", {}),
         ("g", {"split": "test"}),
         ("h", {}),
+        ("i.json", {"workers": 2}),
     ],
 )
 def test_every_format_and_number_of_workers_give_the_same_bytes(corpus, tokenizer, name, options):
@@ -149,6 +151,19 @@ def test_bad_rows_are_left_out_with_line_and_reason(tmp_path, tokenizer):
     assert str(report.bad_rows[-1]) == f"{third}:2: not UTF-8, byte 0xff at column 11"
     assert json.loads((tmp_path / "x.report.json").read_text())["bad_rows"][-1][:2] == [str(third), 2]
     assert f"1 x broken JSON, the first: {second}:2:" in report.summary()
+
+
+def test_rows_of_an_array_are_its_elements(tmp_path, tokenizer):
+    (tmp_path / "a.json").write_text('\n [{"text": "a"},\n {"text": 3}, 4,\n {"text": "b"}]\n')
+    report = preprocess(tmp_path / "a.json", tmp_path / "x", tokenizer, workers=1)
+    assert texts_of(tmp_path / "x") == ["a", "b"]
+    assert [(row.row, row.reason) for row in report.bad_rows] == [
+        (2, "field 'text' is int, not text"),
+        (3, "a JSON int, not an object"),
+    ]
+    (tmp_path / "b.jsonl").write_text('[1]\n{"text": "a"}\n')
+    report = preprocess(tmp_path / "b.jsonl", tmp_path / "y", tokenizer, workers=1)
+    assert [(row.row, row.reason) for row in report.bad_rows] == [(1, "a JSON list, not an object")]
 
 
 def test_binary_and_not_utf8_text_files(tmp_path, tokenizer):

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from nemo_dllm.collections.diffusion.data.cache import write_folder
-from nemo_dllm.collections.diffusion.data.documents import Part, Row, rows_of
+from nemo_dllm.collections.diffusion.data.documents import rows_of
+from nemo_dllm.collections.diffusion.data.parts import Part, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nemo_dllm.collections.diffusion.data.cache import content_key
-from nemo_dllm.collections.diffusion.data.documents import Part, check_columns, parts_of
+from nemo_dllm.collections.diffusion.data.documents import check_columns, parts_of
 from nemo_dllm.collections.diffusion.data.encoded_part import (
     EncodeOptions,
     PartReport,
@@ -24,6 +24,7 @@ from nemo_dllm.collections.diffusion.data.encoded_part import (
     read_part_report,
     start_worker,
 )
+from nemo_dllm.collections.diffusion.data.parts import Part
 from nemo_dllm.collections.diffusion.data.preprocess_report import PreprocessReport, ProgressLine
 from nemo_dllm.collections.diffusion.data.sources import Source, find_sources
 from nemo_dllm.collections.diffusion.data.tokenizer import load_tokenizer, tokenizer_content

@@ -12,8 +12,9 @@ import numpy as np
 from nemo_dllm.collections.diffusion.data.cache import cached_folder, content_key
 from nemo_dllm.collections.diffusion.data.chat import Conversation, check_columns, read_conversation
 from nemo_dllm.collections.diffusion.data.chat_encoder import ENCODER_VERSION, ChatEncoder, EncodedChat
-from nemo_dllm.collections.diffusion.data.documents import Record, records_of
+from nemo_dllm.collections.diffusion.data.documents import records_of
 from nemo_dllm.collections.diffusion.data.encoded_part import BadRow
+from nemo_dllm.collections.diffusion.data.parts import Record
 from nemo_dllm.collections.diffusion.data.sources import Source, load_dataset
 from nemo_dllm.collections.diffusion.data.tokenizer import tokenizer_content
 
@@ -78,7 +79,9 @@ def encode_supervised(
         ValueError: there are too many bad rows, or no good one; shows the first bad ones.
     """
     check_columns(columns or {})
-    encoded: list[EncodedChat] = []
+    # Arrays, not lists of Python's integers, which would take ten times the memory.
+    tokens: list[np.ndarray] = []
+    answers: list[np.ndarray] = []
     rows: list[tuple[int, int]] = []
     bad_rows: list[BadRow] = []
     for number, source in enumerate(sources):
@@ -87,15 +90,16 @@ def encode_supervised(
                 bad_rows.append(BadRow(source.name, record.number, str(sample)))
                 _check_bad_rows(bad_rows, max_bad_rows)
             else:
-                encoded.append(sample)
+                tokens.append(np.array(sample.ids, dtype=np.uint32))
+                answers.append(np.array(sample.answer, dtype=bool))
                 rows.append((number, record.number))
-    if not encoded:
+    if not tokens:
         raise ValueError(f"{', '.join(source.name for source in sources)} hold no usable row{_listed(bad_rows)}")
     samples = SupervisedTokens(
-        tokens=np.concatenate([np.array(sample.ids, dtype=np.uint32) for sample in encoded]),
-        answer=np.concatenate([np.array(sample.answer, dtype=bool) for sample in encoded]),
-        ends=np.cumsum([len(sample.ids) for sample in encoded]),
-        first_answers=np.array([sample.answer.index(True) for sample in encoded], dtype=np.int64),
+        tokens=np.concatenate(tokens),
+        answer=np.concatenate(answers),
+        ends=np.cumsum([len(ids) for ids in tokens]),
+        first_answers=np.array([answer.argmax() for answer in answers], dtype=np.int64),
         rows=np.array(rows, dtype=np.int64),
     )
     return SupervisedCorpus(samples, bad_rows, [source.name for source in sources])
