@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.utils import unwrap_model
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 from nemo.lightning import io
+from nemo.lightning.ckpt_utils import ADAPTER_META_FILENAME
 
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.single_process import single_process
@@ -128,6 +129,11 @@ def load_nemo_checkpoint(nemo_path: str | Path) -> DiffusionModel:
         if (nemo_path / CONFIG_FILE).is_file():
             raise ValueError(f"{nemo_path} is a Hugging Face checkpoint; import it first (llm.import_ckpt)")
         raise FileNotFoundError(f"{nemo_path} is no NeMo checkpoint: it has no folder 'context'")
+    if (nemo_path / "weights" / ADAPTER_META_FILENAME).is_file():
+        raise ValueError(
+            f"{nemo_path} holds adapters only; merge them into their base model first (llm.peft.merge_lora), then take "
+            "the result"
+        )
     model = io.load_context(nemo_path, subpath="model")
     if not isinstance(model, DiffusionModel):
         raise ValueError(f"{nemo_path} holds a {type(model).__name__}, not a diffusion model")

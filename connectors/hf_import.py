@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from nemo import lightning as nl
 from nemo.lightning.io.pl import TrainerContext
+from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.models.saving import keep_write_results_in_process
@@ -48,6 +49,7 @@ def import_hf_checkpoint(
 
     Raises:
         FileExistsError: where ``output_path`` exists and ``overwrite`` is False.
+        OSError: where the disk is full.
         ValueError: where the model contradicts the checkpoint, or there is no mask token; and as
             :func:`load_hf_weights` and :class:`HFCheckpoint`.
     """
@@ -101,7 +103,12 @@ def _convert(target: DiffusionModel, hf_path: Path, nemo_path: Path, mask_init: 
         trainer.state.fn = TrainerFn.TESTING  # Fitting would allocate gradients.
         trainer.strategy.setup(trainer)
         trainer.state.fn = TrainerFn.FITTING  # Else nothing is saved.
-        trainer.save_checkpoint(nemo_path)
+        try:
+            trainer.save_checkpoint(nemo_path)
+        except CheckpointException as error:  # No Exception, so it would pass every handler.
+            raise OSError(
+                f"the weights could not be written beside {nemo_path}; is the disk full? ({error})"
+            ) from error
         TrainerContext.from_trainer(trainer).io_dump(nemo_path / "context", yaml_attrs=["model"])
     return tally
 

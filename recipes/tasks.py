@@ -59,9 +59,14 @@ def finetune(
         init_from, mask_init: see :func:`pretrain`.
 
     Raises:
-        ValueError: as :func:`pretrain`.
+        ValueError: as :func:`pretrain`, and for ``peft`` without Transformer Engine.
     """
     check_settings(model, data, trainer)
+    if peft is not None and not have_transformer_engine():
+        raise ValueError(
+            f"peft={type(peft).__name__} needs Transformer Engine, whose layers NeMo's adapters look for; install the "
+            "extra `te`, or leave peft out to train all weights"
+        )
     resume = start_from(init_from, mask_init, resume, data)
     return llm.finetune(
         model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim, peft=peft, tokenizer="data"

@@ -271,6 +271,10 @@ def test_wrong_kinds_of_folders_are_named(make_model, models, tmp_path):
     with pytest.raises(FileNotFoundError, match="is no NeMo checkpoint"):
         export_hf_checkpoint(tmp_path, tmp_path / "hf")
     imported = import_ckpt(make_model(models / "qwen3"), models / "qwen3", tmp_path / "nemo")
+    adapters = shutil.copytree(imported, tmp_path / "adapters")
+    (adapters / "weights" / "adapter_metadata.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds adapters only; merge them into their base model first"):
+        export_hf_checkpoint(adapters, tmp_path / "hf")
     with pytest.raises(ValueError, match="is a NeMo checkpoint"):
         import_ckpt(make_model(models / "qwen3"), imported, tmp_path / "again")
     with pytest.raises(FileNotFoundError, match="absent is not a folder"):

@@ -170,3 +170,15 @@ def test_both_tasks_check_before_they_build(task, tiny, tmp_path):
         getattr(tasks, task)(**built)
     assert not hasattr(built["model"], "module")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_adapters_need_transformer_engine(tiny, monkeypatch):
+    import fiddle as fdl
+    from nemo.collections.llm.peft import LoRA
+
+    from nemo_dllm.recipes import tasks
+
+    monkeypatch.setattr(tasks, "have_transformer_engine", lambda: False)
+    built = fdl.build(tiny).keywords
+    with pytest.raises(ValueError, match="peft=LoRA needs Transformer Engine, whose layers NeMo's adapters look for"):
+        tasks.finetune(**built, peft=LoRA())
