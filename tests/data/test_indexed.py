@@ -7,7 +7,8 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from nemo_dllm.collections.diffusion.data.indexed import TokenFile
+from nemo_dllm.collections.diffusion.data.indexed import TokenFile, check_corpus
+from nemo_dllm.collections.diffusion.data.tokenizer import byte_tokenizer
 
 # Documents of 1, 2 and 1 sequences.
 SEQUENCES = [[[5, 6, 7]], [[1], [2, 3]], [[9, 8, 7, 6]]]
@@ -95,3 +96,12 @@ def test_pickles_as_its_files(prefix):
     tokens = TokenFile(prefix)
     assert len(pickle.dumps(tokens)) < 1000
     assert pickle.loads(pickle.dumps(tokens)).read(0, 10).tolist() == STREAM
+
+
+def test_check_of_a_corpus(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path / "byte")
+    assert check_corpus(build(tmp_path / "a"), tokenizer) == (
+        "3 documents, 10 tokens, 3 per document, all ids below 258"
+    )
+    with pytest.raises(ValueError, match="token 1 of document 0 is 258, outside the vocabulary of 258"):
+        check_corpus(build(tmp_path / "b", documents=[[[257, 258]]]), tokenizer)

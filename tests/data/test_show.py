@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from nemo_dllm.collections.diffusion.data.preprocess import preprocess
 from nemo_dllm.collections.diffusion.data.row_statistics import RowStatistics, split_documents_of
-from nemo_dllm.collections.diffusion.data.show import pieces_of, print_rows, show_data
+from nemo_dllm.collections.diffusion.data.show import pieces_of, print_rows, show_data, show_files
 from nemo_dllm.collections.diffusion.data.tokenizer import byte_tokenizer
 
 EOS = 256
@@ -86,14 +87,20 @@ def test_statistics():
 def test_terminal_and_page_say_the_same(tokenizer, tmp_path):
     stream = io.StringIO()
     print_rows(
-        ROWS, RowStatistics.of(ROWS), tokenizer, 1.0, notes=["7 left out"], html=tmp_path / "a.html", stream=stream
+        ROWS,
+        RowStatistics.of(ROWS),
+        tokenizer,
+        1.0,
+        notes=["7 left out [/INST]"],
+        html=tmp_path / "a.html",
+        stream=stream,
     )
     page = (tmp_path / "a.html").read_text()
     for text in (stream.getvalue(), page):
         assert "sample 1: 8 tokens, 3 trained, t = 1" in text
         assert "--- document 1" in text and "▒▒▒" in text and "é" not in text
         assert "2 rows of 24 positions: 37.5% trained, 41.7% padding" in text
-        assert "7 left out" in text
+        assert "7 left out [/INST]" in text
     assert "background-color: #808000" in page  # the style of masked tokens
 
 
@@ -127,5 +134,26 @@ class _Repeating:
     def __init__(self, num_samples):
         self.num_samples = num_samples
 
-    def __iter__(self):
-        return (ROWS[i % 2] for i in range(self.num_samples))
+    def __getitem__(self, index):
+        return ROWS[index % 2]
+
+
+def test_files(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"q": "ab", "completion": "c"}\n{"q": "a", "completion": "bcd"}\n{"q": 3}\n')
+    stream = io.StringIO()
+    options = {"columns": {"prompt": "q"}, "chat_template": "", "stream": stream}
+    statistics = show_files(tmp_path / "a.jsonl", tokenizer, seq_length=16, **options)
+    assert (statistics.rows, statistics.supervised) == (2, 6 / 32)
+    shown = stream.getvalue()
+    assert "in all: 2 samples of 9 tokens, 0 cut" in shown and "a.jsonl:3: there are no fields" in shown
+    packed = show_files(tmp_path / "a.jsonl", tokenizer, seq_length=16, packing=True, block_size=4, **options)
+    assert (packed.rows, sorted(packed.document_lengths.tolist())) == (1, [4, 8])
+
+
+def test_files_of_an_encoded_corpus(tokenizer, tmp_path):
+    (tmp_path / "a.log").write_text("one\ntwo\nthree\n")
+    preprocess(tmp_path / "a.log", tmp_path / "x", tokenizer, format="lines", workers=1)
+    stream = io.StringIO()
+    statistics = show_files(tmp_path / "x", tokenizer, seq_length=7, stream=stream)
+    assert (statistics.rows, statistics.padding, statistics.supervised) == (2, 0.0, 1.0)
+    assert "in all: 3 documents, 14 tokens" in stream.getvalue()

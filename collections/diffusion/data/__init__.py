@@ -1,6 +1,6 @@
 """Data for diffusion language models: clean tokens, loss masks and sample positions, no noise.
 
-The Lightning data modules are in `nemo_dllm.collections.diffusion.data.datamodule`, which imports NeMo.
+The Lightning data modules are in `datamodule`, `pretraining_datamodule` and `supervised_datamodule`, which import NeMo.
 """
 
 from nemo_dllm.collections.diffusion.data.batch_sizes import check_batch_sizes

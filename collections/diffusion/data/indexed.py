@@ -1,12 +1,17 @@
 """Megatron-LM's .bin and .idx files: token streams with documents, memory mapped."""
 
 import bisect
-import functools
 import os
 import struct
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from nemo_dllm.collections.diffusion.data.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -89,10 +94,19 @@ class TokenFile:
             )
 
 
-@functools.lru_cache(maxsize=64)
-def open_tokens(prefix: str) -> TokenFile:
-    """The token file, opened once per process."""
-    return TokenFile(prefix)
+def check_corpus(prefix: str | Path, tokenizer: "str | Path | PreTrainedTokenizerBase") -> str:
+    """Read a corpus once from end to end; returns a line about what it holds.
+
+    Raises:
+        FileNotFoundError, ValueError: files are missing or damaged, or hold ids that the tokenizer does not have.
+    """
+    corpus, vocab_size = TokenFile(prefix), len(load_tokenizer(tokenizer))
+    corpus.check_tokens(vocab_size)
+    mean = corpus.num_tokens / corpus.num_documents
+    return (
+        f"{corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens, {mean:,.0f} per document, all ids below "
+        f"{vocab_size}"
+    )
 
 
 def _check_index_file(prefix: str) -> None:

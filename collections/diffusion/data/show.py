@@ -1,14 +1,22 @@
 """Rows of a data set as a person wants to see them: on a terminal, and as an HTML page."""
 
-from collections.abc import Iterable, Iterator
-from itertools import groupby, islice
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 import numpy as np
 import torch
 
+from nemo_dllm.collections.diffusion.data.chat_encoder import ChatEncoder
+from nemo_dllm.collections.diffusion.data.chat_template import ChatTemplate
+from nemo_dllm.collections.diffusion.data.indexed import TokenFile
+from nemo_dllm.collections.diffusion.data.pretraining import DocumentStream, PretrainingRows
 from nemo_dllm.collections.diffusion.data.row_statistics import RowStatistics
+from nemo_dllm.collections.diffusion.data.sources import find_sources
+from nemo_dllm.collections.diffusion.data.supervised import FittedSamples, PackedRows, PaddedRows, training_order
+from nemo_dllm.collections.diffusion.data.supervised_tokens import encode_supervised
+from nemo_dllm.collections.diffusion.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -66,18 +74,69 @@ def show_data(
     Raises:
         ValueError: `time` is out of range, or the data has no rows.
     """
-    if time is not None and not 0.0 <= time <= 1.0:
-        raise ValueError(f"time={time} must be in [0, 1]; 1 hides everything")
     data.trainer = _NoTraining()
     data.prepare_data()
     data.setup("fit")
-    dataset = data.training_dataset(num_rows)
-    # From there on rows repeat.
-    rows = list(islice(dataset, min(num_rows, dataset.num_rows)))
-    statistics = RowStatistics.of(rows)
     samples = getattr(data, "training_samples", None)
     notes = [] if samples is None else [f"in all: {samples.summary(data.training_sources)}"]
-    print_rows(rows[:num_samples], statistics, data.tokenizer.tokenizer, time, seed, notes, html, stream)
+    dataset = data.training_dataset(num_rows)
+    return _show(dataset, data.tokenizer.tokenizer, notes, num_samples, num_rows, time, seed, html, stream)
+
+
+def show_files(
+    path: str | Path,
+    tokenizer: "str | Path | PreTrainedTokenizerBase",
+    *,
+    seq_length: int = 2048,
+    columns: Mapping[str, str] | None = None,
+    split: str | None = None,
+    chat_template: str | Path | None = None,
+    loss_turns: str = "all",
+    block_size: int | None = None,
+    packing: bool = False,
+    num_samples: int = 3,
+    num_rows: int = 1000,
+    time: float | None = None,
+    seed: int = 0,
+    html: str | Path | None = None,
+    stream: TextIO | None = None,
+) -> RowStatistics:
+    """Like `show_data`, of files: an encoded corpus (a path without suffix), or what `SupervisedDataModule` reads.
+
+    Needs no NeMo, and keeps nothing on disk.
+
+    Args:
+        path: of the corpus, the file, the folder or the dataset.
+        tokenizer: Hugging Face tokenizer folder or name, or the tokenizer.
+        seq_length, columns, split, chat_template, loss_turns, block_size, packing: see `SupervisedDataModule`.
+        num_samples, num_rows, time, seed, html, stream: see `show_data`; the seed is that of the order too.
+
+    Raises:
+        ValueError, FileNotFoundError: the data or the template are unusable.
+    """
+    tokenizer = load_tokenizer(tokenizer)
+    if Path(f"{path}.idx").exists():
+        corpus = TokenFile(path)
+        stream_of_documents = DocumentStream(corpus, 0, corpus.num_documents, len(tokenizer))
+        dataset = PretrainingRows([stream_of_documents], [1.0], seq_length, num_rows, seed)
+        notes = [f"in all: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens"]
+    else:
+        encoder = ChatEncoder(tokenizer, ChatTemplate(tokenizer, chat_template, loss_turns))
+        found = encode_supervised(find_sources([path], split=split), encoder, columns)
+        samples = FittedSamples(found.samples, seq_length, tokenizer.eos_token_id, block_size)
+        order = training_order(samples, seed)
+        dataset = PackedRows(samples, num_rows, seed) if packing else PaddedRows(samples, num_rows, order, 1)
+        notes = [f"in all: {samples.summary(found.sources)}", *(f"cannot be used: {row}" for row in found.bad_rows[:5])]
+    return _show(dataset, tokenizer, notes, num_samples, num_rows, time, seed, html, stream)
+
+
+def _show(dataset, tokenizer, notes, num_samples, num_rows, time, seed, html, stream) -> RowStatistics:
+    if time is not None and not 0.0 <= time <= 1.0:
+        raise ValueError(f"time={time} must be in [0, 1]; 1 hides everything")
+    # From there on rows repeat.
+    rows = [dataset[index] for index in range(min(num_rows, dataset.num_rows))]
+    statistics = RowStatistics.of(rows)
+    print_rows(rows[:num_samples], statistics, tokenizer, time, seed, notes, html, stream)
     return statistics
 
 
@@ -105,7 +164,7 @@ def print_rows(
         title += f", t = {time:g}" if time is not None else ""
         console.print(Panel(_coloured(pieces_of(row, tokenizer, time, seed)), title=title, title_align="left"))
     for line in [*_described(statistics), *notes]:
-        console.print(line)
+        console.print(line, soft_wrap=True, markup=False)
     if html is not None:
         console.save_html(str(html), inline_styles=True)
 
