@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from nemo.collections.llm.gpt.model.qwen3 import Qwen3MoEConfig
 
-from nemo_dllm.collections.diffusion.models.router import BiasedSoftmaxRouter
+from nemo_dllm.collections.diffusion.models.router import BalancedRouter, choose_biased_softmax
 
 
 @dataclass
@@ -14,7 +15,7 @@ class LLaDAMoEConfig(Qwen3MoEConfig):
 
     The vocabulary's size comes from the tokenizer unless it is set. Experts are balanced only where
     ``moe_aux_loss_coeff`` is set; routing is computed in fp32. With ``softmax_expert_bias`` the routers have a bias per
-    expert, see :class:`BiasedSoftmaxRouter`; no published checkpoint has.
+    expert, see :func:`choose_biased_softmax`; no published checkpoint has, and training does not move it.
 
     Raises:
         ValueError: for ``softmax_expert_bias`` with an auxiliary loss.
@@ -44,7 +45,10 @@ class LLaDAMoEConfig(Qwen3MoEConfig):
         if self.softmax_expert_bias:
             for layer in model.decoder.layers:
                 if isinstance(layer.mlp, MoELayer):
-                    BiasedSoftmaxRouter.adopt(layer.mlp.router)
+                    router = layer.mlp.router
+                    del router.expert_bias
+                    router.register_buffer("expert_bias", torch.zeros(len(router.weight), device=router.weight.device))
+                    BalancedRouter.adopt(router, choose=choose_biased_softmax)
         return model
 
 
