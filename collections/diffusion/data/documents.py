@@ -27,7 +27,7 @@ class Reader(NamedTuple):
     columns: Callable[[Source], Sequence[str]] | None = None
 
 
-def check_columns(sources: Sequence[Source], text_field: str) -> None:
+def check_text_column(sources: Sequence[Source], text_field: str) -> None:
     """Check the schemas of all inputs that have one.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nemo_dllm.collections.diffusion.data.cache import content_key
-from nemo_dllm.collections.diffusion.data.documents import check_columns, parts_of
+from nemo_dllm.collections.diffusion.data.documents import check_text_column, parts_of
 from nemo_dllm.collections.diffusion.data.encoded_part import (
     EncodeOptions,
     PartReport,
@@ -86,7 +86,7 @@ def preprocess(
         raise FileExistsError(f"'{prefix}.idx' exists; choose another output_prefix, or pass overwrite=True")
     workers = _check_workers(workers)
     sources = find_sources([inputs] if isinstance(inputs, (str, Path)) else inputs, format, split)
-    check_columns(sources, text_field)
+    check_text_column(sources, text_field)
     options = EncodeOptions.of(load_tokenizer(tokenizer), text_field, append_eos, prepend_bos)
     parts_folder = prefix.with_name(f"{prefix.name}.parts")
     with _locked(parts_folder), _explained_disk_errors(parts_folder):

@@ -29,11 +29,16 @@ class Source(NamedTuple):
     split: str | None = None
 
 
+# What hub and `datasets` write beside the data.
+_DESCRIPTIONS = frozenset({"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"})
+
+
 def find_sources(inputs: Sequence[str | Path], format: str | None = None, split: str | None = None) -> list[Source]:
     """List the inputs, folders expanded in sorted order.
 
     Args:
-        inputs: files, folders (recursive; hidden files are left out), or names of Hugging Face datasets.
+        inputs: files, folders (recursive; hidden files are left out, and text beside files with fields), or names of
+            Hugging Face datasets.
         format: name in `FORMATS`; None goes by the file names, and by the files that a saved dataset has.
         split: of datasets that have several.
 
@@ -52,7 +57,7 @@ def _sources(path: Path, format: str | None, split: str | None) -> Iterator[Sour
     elif path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
         yield _dataset_source(str(path), split)
     elif path.is_dir():
-        found = list(_files_in(path, format))
+        found = _files_in(path, format)
         if not found:
             kind = format or "known"
             raise FileNotFoundError(f"'{path}' holds no files of {kind} format; known suffixes: {_known_suffixes()}")
@@ -65,11 +70,17 @@ def _sources(path: Path, format: str | None, split: str | None) -> Iterator[Sour
         )
 
 
-def _files_in(folder: Path, format: str | None) -> Iterator[Source]:
-    for file in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if not hidden and file.is_file() and format_of(file) in ({format} if format else FORMATS):
-            yield _file_source(file, format)
+def _files_in(folder: Path, format: str | None) -> list[Source]:
+    """Files of the format; without one, of those with fields, or of text where there are none (a README is no data)."""
+    found = [
+        _file_source(file, None)
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and format_of(file) and file.name not in _DESCRIPTIONS
+        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    ]
+    formats = {source.format for source in found}
+    wanted = {format} if format else formats - {"text"} or formats
+    return [source for source in found if source.format in wanted]
 
 
 def _file_source(file: Path, format: str | None) -> Source:
