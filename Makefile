@@ -15,7 +15,7 @@ quickstart: $(VENV)/installed
 
 test: $(VENV)/installed lint
 	$(BIN)/pip check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not browser"
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -63,7 +63,9 @@ ROOMS = {
         inside="transformers data training",
     ),
     "collections.diffusion.evaluation": Room("torch sampling inference", inside="lm_eval transformers datasets"),
-    "collections.diffusion.serving": Room("torch sampling inference", inside="fastapi uvicorn pydantic transformers"),
+    "collections.diffusion.serving": Room(
+        "torch fastapi starlette uvicorn pydantic prometheus_client sampling", inside="inference transformers jinja2"
+    ),
     "connectors": Room(
         "torch nemo megatron lightning safetensors models cpu single_process connectors.modeling "
         "objectives attention.masks",

@@ -1,0 +1,154 @@
+"""The completions of one request as they come, on the event loop."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from nemo_dllm.collections.diffusion.sampling import canvas_pieces
+from nemo_dllm.collections.diffusion.sampling.stopping import Decode
+from nemo_dllm.collections.diffusion.serving.engine import (
+    BatchingEngine,
+    CanvasRow,
+    EngineClosedError,
+    QueueFullError,
+    Row,
+    RowUpdate,
+)
+from nemo_dllm.collections.diffusion.serving.errors import RequestError
+from nemo_dllm.collections.diffusion.serving.metrics import ServerMetrics
+from nemo_dllm.collections.diffusion.serving.plan import Plan
+from nemo_dllm.collections.diffusion.serving.text_stream import TextStream
+
+
+class ClientGoneError(Exception):
+    """Nobody reads the answer any more."""
+
+
+class ChoiceUpdate(NamedTuple):
+    """News of one completion.
+
+    Attributes:
+        index: of the choice.
+        text: what has become certain since the last update.
+        finish_reason: "stop" or "length" in the last update of the choice, else None.
+        tokens: generated so far that are certain.
+        canvas: what the row looks like after a denoising step, for requests that ask.
+    """
+
+    index: int
+    text: str
+    finish_reason: str | None
+    tokens: int
+    canvas: dict[str, Any] | None
+
+
+class Answer:
+    """Queues the rows of a request, and yields what becomes of them.
+
+    Args:
+        plan: what to make.
+        streams, canvas: whether to hand out text, and the canvas, before a choice is finished.
+        engine: does the work.
+        decode: token ids -> text.
+        timeout: seconds until the request fails.
+        metrics: told about what is finished.
+
+    Raises:
+        RequestError: the queue is full (429), or the server shuts down (503).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        streams: bool,
+        canvas: bool,
+        engine: BatchingEngine,
+        decode: Decode,
+        timeout: float,
+        metrics: ServerMetrics,
+    ):
+        self._loop = asyncio.get_running_loop()
+        self._arrival, self._timeout, self._metrics = time.monotonic(), timeout, metrics
+        self._has_text = False
+        self._updates: asyncio.Queue[ChoiceUpdate | Exception] = asyncio.Queue()
+        self._decode, self._engine = decode, engine
+        self._rows = []
+        for index, choice in enumerate(plan.choices):
+            context = choice.prompt[len(choice.prompt) - min(plan.context_tokens, len(choice.prompt)) :]
+            deliver = partial(self._receive, index, TextStream(decode, context, plan.stops))
+            fixed = (plan.config, plan.seed, choice.row_id, deliver, streams, canvas)
+            self._rows.append(Row(choice.prompt, plan.suffix, choice.hole_count, *fixed))
+        try:
+            engine.submit(self._rows)
+        except QueueFullError as error:
+            raise RequestError(429, str(error), code="queue_full") from error
+        except EngineClosedError as error:
+            raise RequestError(503, str(error), code="shutting_down") from error
+        metrics.prompt_tokens.inc(plan.prompt_tokens)
+
+    def give_up(self) -> None:
+        """Free what the request holds, because its client is gone."""
+        self._engine.cancel(self._rows)
+        self._updates.put_nowait(ClientGoneError())
+
+    async def updates(self) -> AsyncIterator[ChoiceUpdate]:
+        """All news, until every choice is finished; rows are given up when the iteration ends early.
+
+        Raises:
+            RequestError: time is up (504), or a row failed.
+            ClientGoneError: after ``give_up``.
+        """
+        unfinished = len(self._rows)
+        try:
+            async with asyncio.timeout(self._timeout):
+                while unfinished:
+                    update = await self._updates.get()
+                    if isinstance(update, Exception):
+                        raise update
+                    unfinished -= update.finish_reason is not None
+                    self._count(update)
+                    yield update
+        except TimeoutError as error:
+            raise RequestError(504, f"no answer within {self._timeout:g} s", code="timeout") from error
+        finally:
+            self._engine.cancel(self._rows)
+        self._metrics.request_seconds.observe(time.monotonic() - self._arrival)
+
+    def _count(self, update: ChoiceUpdate) -> None:
+        if update.text and not self._has_text:
+            self._has_text = True
+            self._metrics.first_text_seconds.observe(time.monotonic() - self._arrival)
+        if update.finish_reason is not None:
+            self._metrics.rows.labels(update.finish_reason).inc()
+            self._metrics.completion_tokens.inc(update.tokens)
+
+    def _receive(self, index: int, stream: TextStream, update: RowUpdate) -> None:
+        """On the engine's thread."""
+        if update.error is not None:
+            news = _as_request_error(update.error)
+        else:
+            text = stream.push(update.tokens, last=update.finish_reason is not None)
+            canvas = None if update.canvas is None else self._canvas(update.canvas)
+            if not (text or canvas or update.finish_reason):
+                return
+            news = ChoiceUpdate(index, text, update.finish_reason, len(update.tokens), canvas)
+        self._loop.call_soon_threadsafe(self._updates.put_nowait, news)
+
+    def _canvas(self, row: CanvasRow) -> dict[str, Any]:
+        pieces = canvas_pieces(row.tokens, row.holes, row.new, self._decode)
+        return {
+            "step": row.step,
+            "masked": sum(row.holes),
+            "pieces": [{"text": text, "kind": kind} for text, kind in pieces],
+        }
+
+
+def _as_request_error(error: Exception) -> RequestError:
+    if isinstance(error, EngineClosedError):
+        return RequestError(503, str(error), code="shutting_down")
+    if isinstance(error, ValueError):
+        return RequestError(422, str(error), code="invalid_value")
+    return RequestError(500, "the model failed; the server's log says how", code="model_failed")

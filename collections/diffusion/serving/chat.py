@@ -1,0 +1,76 @@
+"""Conversations as prompts, by the chat template of the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Of Unicode's private use area, so in no template.
+_PROBE = "\ue000"
+
+
+class ChatTemplate:
+    """Renders conversations, and knows what ends an answer.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        template: Jinja text; None takes the tokenizer's own.
+
+    Attributes:
+        end_token_ids: the special token behind an answer, which need not be the tokenizer's end token.
+
+    Raises:
+        ValueError: the tokenizer has no template, and none is given.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None):
+        if template is None and not tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat template; give one, or use /v1/completions")
+        self._tokenizer, self._template = tokenizer, template
+        self.end_token_ids = self._find_end()
+
+    def prompt(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> list[int]:
+        """Token ids of a conversation, with the header of the next answer.
+
+        Args:
+            messages: turns with "role" and "content".
+            variables: further ones of the template, such as ``enable_thinking``.
+
+        Raises:
+            ValueError: the template refuses the conversation.
+        """
+        return self._render(messages, add_generation_prompt=True, tokenize=True, **variables)
+
+    def _render(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Any:
+        from jinja2 import TemplateError
+
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], chat_template=self._template, return_dict=False, **options
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template refuses the conversation: {error}") from error
+
+    def _find_end(self) -> tuple[int, ...]:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+        _, found, behind = self._render(turns, tokenize=False).rpartition(_PROBE)
+        ids = self._tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"] if found else []
+        special = {id for id, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        return tuple(id for id in ids[:1] if id in special)
+
+
+def read_template(path: str | Path | None) -> str | None:
+    """The Jinja text of a file; None stays None.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if path is None:
+        return None
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"chat_template={path} does not exist; name a file with a Jinja template")
+    return Path(path).read_text()

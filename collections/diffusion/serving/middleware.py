@@ -1,0 +1,106 @@
+"""What happens to a request before an endpoint sees it: counted, let in by its key, and read up to a size."""
+
+import asyncio
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nemo_dllm.collections.diffusion.serving.errors import RequestError
+from nemo_dllm.collections.diffusion.serving.metrics import ServerMetrics
+
+# Seconds for the body of a request to arrive.
+BODY_SECONDS = 30.0
+
+
+class CountRequests:
+    """Counts requests by path and status; unknown paths are one, or anybody could fill the memory with them."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, paths: set[str]):
+        self._app, self._metrics, self._paths = app, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def count(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.requests.labels(path, message["status"]).inc()
+            await send(message)
+
+        try:
+            await self._app(scope, receive, count)
+        except Exception:
+            # What answers to these is outside of all middleware.
+            self._metrics.requests.labels(path, 500).inc()
+            raise
+
+
+class RequireKey:
+    """Lets requests to paths under /v1/ in by their key, as OpenAI's clients send it."""
+
+    def __init__(self, app: ASGIApp, api_key: str):
+        self._app, self._expected = app, f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            given = Headers(scope=scope).get("authorization", "").encode()
+            if not hmac.compare_digest(given, self._expected):
+                error = RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class LimitBody:
+    """Reads bodies before anything else does, up to a size and within a time."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int):
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await self._read(Headers(scope=scope), receive)
+        except TimeoutError:
+            await error_response(RequestError(408, "the body did not arrive", code="timeout"))(scope, receive, send)
+            return
+        except RequestError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        if body is None:
+            return
+        first = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return first.pop() if first else await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """The body; None when the client has gone."""
+        announced = headers.get("content-length", "0")
+        read = int(announced) if announced.isdecimal() else 0
+        parts, more = [], True
+        while more:
+            if read > self._max_bytes:
+                message = f"the body is larger than the {self._max_bytes} bytes of this server"
+                raise RequestError(413, message, code="body_too_large")
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            read, more = max(read, sum(map(len, parts))), message.get("more_body", False)
+        return b"".join(parts)
+
+
+def error_response(error: RequestError) -> JSONResponse:
+    """The answer to a request that cannot be met."""
+    return JSONResponse(error.body(), error.status, {"Retry-After": "1"} if error.status == 429 else None)

@@ -1,0 +1,84 @@
+"""A server for the model of a checkpoint."""
+
+import logging
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from nemo_dllm.collections.diffusion.serving.app import create_app
+from nemo_dllm.collections.diffusion.serving.chat import read_template
+from nemo_dllm.collections.diffusion.serving.limits import ServerLimits
+from nemo_dllm.collections.diffusion.serving.served_model import ServedModel
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+# Seconds that open streams get to end when the server is told to stop.
+SHUTDOWN_SECONDS = 10
+
+
+def serve(
+    path: str | Path,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    best: bool = False,
+    name: str | None = None,
+    api_key: str | None = None,
+    chat_template: str | Path | None = None,
+    preset: str | None = None,
+    limits: ServerLimits | None = None,
+    **settings: Any,
+) -> None:
+    """Serve the model of a checkpoint until the process is told to stop.
+
+    Args:
+        path, best: see ``inference.load_checkpoint``.
+        host: the address to listen at; the default is for this machine alone.
+        port: the port; 0 takes a free one, which is printed.
+        name: what clients call the model; None is the name of the folder.
+        api_key: what clients have to send; None lets everybody in who reaches the port.
+        chat_template: file with a Jinja template in place of the tokenizer's.
+        preset: of ``sampling.PRESETS``, for requests that name none; None is the checkpoint's own.
+        limits: of requests, batches and the queue.
+        settings: further fields of ``SamplerConfig``, for requests that name no preset.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no checkpoint to sample from, or the settings do not fit it.
+        OSError: the port is taken.
+    """
+    from nemo_dllm.collections.diffusion.inference import load_checkpoint
+
+    limits = ServerLimits() if limits is None else limits
+    template = read_template(chat_template)
+    # Before the model is loaded, which takes a while.
+    listening = _listen(host, port)
+    model = ServedModel(
+        load_checkpoint(path, best=best),
+        name or Path(path).resolve().name,
+        preset=preset,
+        settings=settings,
+        chat_template=template,
+        max_length=limits.max_length,
+    )
+    if host not in LOOPBACK and api_key is None:
+        print(f"note: {host} is open to others; set an API key", file=sys.stderr)
+    shown = f"[{host}]" if ":" in host else host
+    print(f"serving {model.name} at http://{shown}:{listening.getsockname()[1]} (API under /v1)", flush=True)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    config = uvicorn.Config(
+        create_app(model, limits, api_key=api_key),
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind((host, port))
+    return listening
