@@ -1,5 +1,6 @@
 """From a NeMo checkpoint of a diffusion model to a Hugging Face checkpoint."""
 
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 from nemo.lightning import io
 from nemo.lightning.ckpt_utils import ADAPTER_META_FILENAME
 
+from nemo_dllm.collections.diffusion.models.lora import add_adapters, merge_adapters
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.single_process import single_process
 from nemo_dllm.connectors.build import build_on_cpu
@@ -28,6 +30,7 @@ from nemo_dllm.connectors.summary import TensorTally, conversion_summary
 
 # NeMo saves the Megatron model as a child of its own module.
 _MODULE_PREFIX = "module."
+_ADAPTER = ".adapter."
 
 
 def export_hf_checkpoint(
@@ -118,6 +121,8 @@ def loaded_checkpoint(nemo_path: str | Path) -> Iterator[DiffusionModel]:
 def load_nemo_checkpoint(nemo_path: str | Path) -> DiffusionModel:
     """The model of a NeMo checkpoint, with its weights, whole on the CPU, in the dtype of the checkpoint.
 
+    Adapters are merged into their base model, which must be where it was in training.
+
     It needs ``single_process``, as long as the model is in use.
 
     Raises:
@@ -129,27 +134,47 @@ def load_nemo_checkpoint(nemo_path: str | Path) -> DiffusionModel:
         if (nemo_path / CONFIG_FILE).is_file():
             raise ValueError(f"{nemo_path} is a Hugging Face checkpoint; import it first (llm.import_ckpt)")
         raise FileNotFoundError(f"{nemo_path} is no NeMo checkpoint: it has no folder 'context'")
-    if (nemo_path / "weights" / ADAPTER_META_FILENAME).is_file():
-        raise ValueError(
-            f"{nemo_path} holds adapters only; merge them into their base model first (llm.peft.merge_lora), then take "
-            "the result"
-        )
     model = io.load_context(nemo_path, subpath="model")
     if not isinstance(model, DiffusionModel):
         raise ValueError(f"{nemo_path} holds a {type(model).__name__}, not a diffusion model")
-    build_on_cpu(model, dtype=_stored_dtype(nemo_path / "weights"))
-    _load_weights(model.module, str(nemo_path / "weights"))
+    weights = nemo_path / "weights"
+    base = _base_weights(weights)
+    build_on_cpu(model, dtype=_stored_dtype(base or weights))
+    if base is None:
+        _load_weights(model.module, str(weights))
+    else:
+        _load_weights(model.module, str(base))
+        add_adapters(model.module, model.model_transform)
+        _load_weights(model.module, str(weights), only=_ADAPTER)
+        merge_adapters(model.module)
     return model
 
 
-def _load_weights(core: torch.nn.Module, weights: str) -> None:
-    """Read a checkpoint into the parameters.
+def _base_weights(weights: Path) -> Path | None:
+    """The weights that a checkpoint's adapters adapt; None for one with weights of its own.
+
+    Raises:
+        FileNotFoundError: where they are gone.
+    """
+    metadata = weights / ADAPTER_META_FILENAME
+    if not metadata.is_file():
+        return None
+    base = Path(json.loads(metadata.read_text())["model_ckpt_path"])
+    base = base / "weights" if (base / "weights").is_dir() else base
+    if not (base / ".metadata").is_file():
+        raise FileNotFoundError(f"{weights.parent} holds adapters of {base}, which holds no weights; put it back there")
+    return base
+
+
+def _load_weights(core: torch.nn.Module, weights: str, only: str = "") -> None:
+    """Read a checkpoint into the parameters, those with ``only`` in their names.
 
     What Megatron stores in parts, as gate and up projection, it reads into new tensors, and merges into further ones.
     Here the parts are copied as they are, and let go before the next parameter's memory is touched.
     """
     metadata = dist_checkpointing.load_content_metadata(weights)
     state = core.sharded_state_dict(prefix=_MODULE_PREFIX, metadata=metadata)
+    state = {name: value for name, value in state.items() if only in name}
     apply_factories(state)
     targets = dict_list_map_outplace(lambda value: value.data, state)
     loaded = dist_checkpointing.load({"state_dict": state}, weights)["state_dict"]

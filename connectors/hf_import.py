@@ -106,9 +106,7 @@ def _convert(target: DiffusionModel, hf_path: Path, nemo_path: Path, mask_init: 
         try:
             trainer.save_checkpoint(nemo_path)
         except CheckpointException as error:  # No Exception, so it would pass every handler.
-            raise OSError(
-                f"the weights could not be written beside {nemo_path}; is the disk full? ({error})"
-            ) from error
+            raise OSError(f"{nemo_path} could not be written; is the disk full? ({error})") from error
         TrainerContext.from_trainer(trainer).io_dump(nemo_path / "context", yaml_attrs=["model"])
     return tally
 

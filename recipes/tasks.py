@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nemo_dllm.collections.diffusion.attention.layers import have_transformer_engine
 from nemo_dllm.collections.diffusion.data.batch_sizes import check_batch_sizes
+from nemo_dllm.collections.diffusion.models.lora import LoRA
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.recipes.start import start_from
 
@@ -59,14 +60,10 @@ def finetune(
         init_from, mask_init: see :func:`pretrain`.
 
     Raises:
-        ValueError: as :func:`pretrain`, and for ``peft`` without Transformer Engine.
+        ValueError: as :func:`pretrain`, and for ``peft`` that cannot be trained or merged.
     """
     check_settings(model, data, trainer)
-    if peft is not None and not have_transformer_engine():
-        raise ValueError(
-            f"peft={type(peft).__name__} needs Transformer Engine, whose layers NeMo's adapters look for; install the "
-            "extra `te`, or leave peft out to train all weights"
-        )
+    _check_adapters(peft, init_from)
     resume = start_from(init_from, mask_init, resume, data)
     return llm.finetune(
         model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim, peft=peft, tokenizer="data"
@@ -114,6 +111,21 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
                 "precision fp8 needs Transformer Engine's layers, but model.transformer_impl='local'; "
                 "set it to 'transformer_engine'"
             )
+
+
+def _check_adapters(peft: PEFT | None, init_from: str | None) -> None:
+    if peft is None:
+        return
+    if not isinstance(peft, LoRA) and not have_transformer_engine():
+        raise ValueError(
+            f"peft={type(peft).__module__}.{type(peft).__name__} needs Transformer Engine's layers; take LoRA of "
+            f"{LoRA.__module__}, or install the extra `te`"
+        )
+    if init_from is not None and not (Path(init_from) / "context").is_dir():
+        raise ValueError(
+            f"adapters need a NeMo checkpoint to adapt, and init_from={init_from} is none; import it first "
+            "(nemo-dllm import)"
+        )
 
 
 def _check_fields(strategy: nl.MegatronStrategy) -> None:

@@ -272,8 +272,9 @@ def test_wrong_kinds_of_folders_are_named(make_model, models, tmp_path):
         export_hf_checkpoint(tmp_path, tmp_path / "hf")
     imported = import_ckpt(make_model(models / "qwen3"), models / "qwen3", tmp_path / "nemo")
     adapters = shutil.copytree(imported, tmp_path / "adapters")
-    (adapters / "weights" / "adapter_metadata.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds adapters only; merge them into their base model first"):
+    metadata = {"model_ckpt_path": str(tmp_path / "gone")}
+    (adapters / "weights" / "adapter_metadata.json").write_text(json.dumps(metadata))
+    with pytest.raises(FileNotFoundError, match="holds adapters of .*gone, which holds no weights; put it back there"):
         export_hf_checkpoint(adapters, tmp_path / "hf")
     with pytest.raises(ValueError, match="is a NeMo checkpoint"):
         import_ckpt(make_model(models / "qwen3"), imported, tmp_path / "again")

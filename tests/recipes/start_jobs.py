@@ -1,6 +1,7 @@
 """Trainings from a checkpoint in processes of their own, for test_start.py; the global ``job`` holds the arguments."""
 
 import os
+from functools import partial
 
 import lightning.pytorch as pl
 import nemo.lightning as nl
@@ -13,9 +14,10 @@ from nemo.lightning.pytorch.optim import MegatronOptimizerModule
 from nemo_dllm.collections.diffusion import cpu
 from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
 from nemo_dllm.collections.diffusion.models.a2d import A2DModel
+from nemo_dllm.collections.diffusion.models.lora import LoRA
 from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
 from nemo_dllm.connectors.config import hf_to_nemo_config
-from nemo_dllm.recipes.tasks import pretrain
+from nemo_dllm.recipes.tasks import finetune, pretrain
 
 VOCAB_SIZE = 196
 
@@ -61,14 +63,15 @@ def trainer_of(folder, rank, ranks, layout, precision, steps, callback):
     )
 
 
-def train(folder, rank, ranks, source, init_from, layout, precision, steps, save):
+def train(folder, rank, ranks, source, init_from, layout, precision, steps, save, adapters):
     """``source`` gives the sizes."""
     callback = Losses()
     config = hf_to_nemo_config(source)
     optimizer = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True, bf16=precision != "32")
     model = A2DModel(config, MaskedDiffusion(), optim=MegatronOptimizerModule(config=optimizer))
     checkpoints = nl.ModelCheckpoint(save_last=True, save_top_k=-1, every_n_train_steps=2, save_optim_on_train_end=True)
-    pretrain(
+    task = partial(finetune, peft=LoRA(dim=4, alpha=8)) if adapters else pretrain
+    task(
         model,
         MockDataModule(vocab_size=VOCAB_SIZE, seq_length=16, micro_batch_size=2, global_batch_size=4),
         trainer_of(folder, rank, ranks, layout, precision, steps, callback),

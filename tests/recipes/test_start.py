@@ -56,7 +56,7 @@ def train(forks, source, tmp_path_factory):
     """What each rank keeps of a training from ``init_from``, and its folder."""
     script = Path(__file__).with_name("start_jobs.py")
 
-    def run(init_from, ranks=1, layout=None, precision="32", steps=STEPS, folder=None, save=False):
+    def run(init_from, ranks=1, layout=None, precision="32", steps=STEPS, folder=None, save=False, adapters=False):
         folder = folder or tmp_path_factory.mktemp("run")
         job = {
             "folder": folder,
@@ -67,6 +67,7 @@ def train(forks, source, tmp_path_factory):
             "precision": precision,
             "steps": steps,
             "save": save,
+            "adapters": adapters,
         }
         processes = [
             forks.Process(target=runpy.run_path, args=(str(script), {"job": job | {"rank": rank}}, "__main__"))
@@ -124,3 +125,27 @@ def test_a_run_goes_on_from_its_own_checkpoint_and_exports(train, source, tmp_pa
     config = json.loads((exported / "config.json").read_text())
     assert (config["vocab_size"], config["mask_token_id"], config["model_type"]) == (197, 196, "a2d-qwen3")
     assert "<|mask|>" in (exported / "tokenizer.json").read_text()
+
+
+def test_adapters_are_trained_alone_and_merged_on_export(
+    train, source, imported, single_process, tmp_path, monkeypatch
+):
+    from nemo_dllm.collections.diffusion.training.resume import latest_checkpoint
+    from nemo_dllm.connectors import hf_export
+
+    _, folder = train(imported, save=True, adapters=True)
+    last = latest_checkpoint(folder / "log" / "run" / "checkpoints")
+    tokens = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        merged = hf_export.load_nemo_checkpoint(last).module.eval()(tokens)
+        base = hf_export.load_nemo_checkpoint(imported).module.eval()(tokens)
+        exported = hf_export.export_hf_checkpoint(last, tmp_path / "exported")
+        monkeypatch.setattr(hf_export, "merge_adapters", lambda core: None)
+        adapted = hf_export.load_nemo_checkpoint(last).module.eval()(tokens)
+    assert (merged - adapted).abs().max() < 2e-5 < 0.1 < (merged - base).abs().max()
+    before, after = (load_file(path / "model.safetensors") for path in (source, exported))
+    assert before.keys() == after.keys()
+    changed = {
+        name for name in before if before[name].shape == after[name].shape and (before[name] != after[name]).any()
+    }
+    assert changed == {name for name in before if "_proj." in name}

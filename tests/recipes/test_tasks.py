@@ -172,13 +172,16 @@ def test_both_tasks_check_before_they_build(task, tiny, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_adapters_need_transformer_engine(tiny, monkeypatch):
+def test_adapters_that_cannot_be_trained_or_merged(tiny, monkeypatch):
     import fiddle as fdl
-    from nemo.collections.llm.peft import LoRA
+    from nemo.collections.llm.peft import LoRA as NeMoLoRA
 
+    from nemo_dllm.collections.diffusion.models.lora import LoRA
     from nemo_dllm.recipes import tasks
 
     monkeypatch.setattr(tasks, "have_transformer_engine", lambda: False)
     built = fdl.build(tiny).keywords
-    with pytest.raises(ValueError, match="peft=LoRA needs Transformer Engine, whose layers NeMo's adapters look for"):
-        tasks.finetune(**built, peft=LoRA())
+    with pytest.raises(ValueError, match="LoRA needs Transformer Engine's layers; take LoRA of nemo_dllm"):
+        tasks.finetune(**built, peft=NeMoLoRA())
+    with pytest.raises(ValueError, match="init_from=hf://model is none; import it first"):
+        tasks.finetune(**built, peft=LoRA(), init_from="hf://model")

@@ -1,5 +1,6 @@
 """Diffusion language models as NeMo model classes: any ``GPTConfig`` with an objective."""
 
+from collections.abc import Callable
 from functools import partial
 
 import lightning.pytorch as pl
@@ -29,6 +30,7 @@ class DiffusionModel(GPTModel):
         tokenizer: NeMo tokenizer; needed where ``config.vocab_size`` or the objective's mask token is None.
         transformer_impl: ``auto``, ``local`` or ``transformer_engine``: whose layers.
         attention_backend: ``auto``, ``sdpa``, ``te`` or ``eager``: whose attention kernel.
+        model_transform: applied to the built model before training, as NeMo's LoRA.
 
     Raises:
         ValueError: for an unknown or absent layer implementation, for a config whose layers are not NeMo's default
@@ -43,10 +45,11 @@ class DiffusionModel(GPTModel):
         tokenizer=None,
         transformer_impl: str = "auto",
         attention_backend: str = "auto",
+        model_transform: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
     ):
         check_layer_choice(transformer_impl, attention_backend)
         _check_config(config, objective)
-        super().__init__(config, optim=optim, tokenizer=tokenizer)
+        super().__init__(config, optim=optim, tokenizer=tokenizer, model_transform=model_transform)
         self.objective = objective
         self.transformer_impl = transformer_impl
         self.attention_backend = attention_backend
