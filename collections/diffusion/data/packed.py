@@ -5,7 +5,6 @@ Legend: L tokens per row.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch.utils.data import Dataset
 
 from nemo_dllm.collections.diffusion.data.cache import cached_folder, content_key
 from nemo_dllm.collections.diffusion.data.samples import check_index, clean_sample, document_ids
+from nemo_dllm.collections.diffusion.data.tokenizer import tokenizer_content
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +65,7 @@ def encode_documents(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase")
 
 def cached_tokens(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", cache_dir: str | Path) -> PackedTokens:
     """Like `encode_documents`, but encoded once per (texts, tokenizer, layout) and memory mapped from then on."""
-    key = content_key([LAYOUT_VERSION, *_tokenizer_content(tokenizer), *texts])
+    key = content_key([LAYOUT_VERSION, *tokenizer_content(tokenizer), *texts])
 
     def write(folder: Path) -> None:
         packed = encode_documents(texts, tokenizer)
@@ -200,11 +200,3 @@ class _Rows:
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
     for start in range(0, len(texts), _DOCUMENTS_PER_BATCH):
         yield list(texts[start : start + _DOCUMENTS_PER_BATCH])
-
-
-def _tokenizer_content(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
-    """Names and contents of the files that make up the tokenizer, wherever it was loaded from."""
-    with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
-        return [content for file in files for content in (file.name.encode(), file.read_bytes())]
