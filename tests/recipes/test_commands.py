@@ -82,6 +82,11 @@ def test_types_of_overrides(parse, override, value):
     assert target == value and type(target) is type(value)
 
 
+def test_the_start_of_a_run_is_a_field(parse):
+    recipe = parse("init_from=hf://Qwen/Qwen3-0.6B", "mask_init=zero", factory="qwen3_0p6b_a2d_finetune")
+    assert (recipe.init_from, recipe.mask_init) == ("hf://Qwen/Qwen3-0.6B", "zero")
+
+
 def test_nemo_dllm_has_our_commands():
     from nemo_run.cli.api import list_entrypoints
 
