@@ -47,7 +47,15 @@ def build_model(single_process):
     from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
     from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
 
-    def build(objective=None, attention_backend="auto", transformer_impl="local", tokenizer=None, seed=0, **fields):
+    def build(
+        objective=None,
+        attention_backend="auto",
+        transformer_impl="local",
+        tokenizer=None,
+        balance_over="real",
+        seed=0,
+        **fields,
+    ):
         torch.manual_seed(seed)
         model = MDLMModel(
             GPTConfig(**{**DENSE, **fields}),
@@ -55,6 +63,7 @@ def build_model(single_process):
             tokenizer=tokenizer,
             attention_backend=attention_backend,
             transformer_impl=transformer_impl,
+            balance_over=balance_over,
         )
         model.configure_model()
         return model

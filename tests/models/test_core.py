@@ -297,12 +297,3 @@ def test_a_config_with_layers_of_its_own_is_refused(build_model):
 
     with pytest.raises(ValueError, match="GPTConfig brings layers of its own .*; choose a config with NeMo's default"):
         build_model(transformer_layer_spec=transformer_engine_layer_spec)
-
-
-def test_a_norm_that_would_change_the_balancing_loss_is_refused(build_model):
-    from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
-
-    objective = MaskedDiffusion(mask_token_id=199, loss_norm="sequence")
-    build_model(objective, **MIXTURE)
-    with pytest.raises(ValueError, match="loss_norm='sequence' would change the strength of moe_aux_loss_coeff=0.01"):
-        build_model(objective, **{**MIXTURE, "moe_aux_loss_coeff": 0.01})

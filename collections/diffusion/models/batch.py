@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, NoisyClean, Pattern
+from nemo_dllm.collections.diffusion.models.balancing import RoutedTokens, routed_tokens
 from nemo_dllm.collections.diffusion.models.core import Targets
 from nemo_dllm.collections.diffusion.objectives import Objective
 
@@ -36,9 +37,11 @@ class DiffusionBatch(NamedTuple):
     counts_3: Tensor
     """fp64: ``count``, then the tokens that could have been masked (the denominator of the likelihood bound), then
     those that were, both a mean over the views of a sample. On the device, so that no metric waits for it."""
+    routed: RoutedTokens | None = None
+    """What routers must know; None for a model without experts."""
 
 
-def corrupt_batch(batch: dict, objective: Objective, *, validation: bool) -> DiffusionBatch:
+def corrupt_batch(batch: dict, objective: Objective, *, validation: bool, routes: bool = False) -> DiffusionBatch:
     """Draw the noise of a micro-batch, lay out the model's input and list its target positions, on the CPU.
 
     Args:
@@ -46,6 +49,7 @@ def corrupt_batch(batch: dict, objective: Objective, *, validation: bool) -> Dif
             bool [B, L] (True = real token), optional ``document_ids`` int64 [B, L] (equal within a document).
         objective: an objective of ``nemo_dllm.collections.diffusion.objectives``.
         validation: use the fixed noise of validation.
+        routes: whether the model has routers.
     """
     tokens_BL, key_mask_BL, document_BL = batch["tokens"], batch.get("key_mask"), batch.get("document_ids")
     # Without tensors, patterns take faster kernels.
@@ -57,8 +61,10 @@ def corrupt_batch(batch: dict, objective: Objective, *, validation: bool) -> Dif
         tokens_BL, batch["loss_mask"], batch["sample_index"], document_BL=document_BL, validation=validation
     )
     scored = objective.score(tokens_BL, noised)
+    input_ids, pattern = _model_input(objective, tokens_BL, noised.tokens, key_mask_BL, document_BL)
     return DiffusionBatch(
-        *_model_input(objective, tokens_BL, noised.tokens, key_mask_BL, document_BL),
+        input_ids,
+        pattern,
         targets=Targets(
             row_N=scored.position * len(noised.tokens) + scored.row,
             token_N=scored.token,
@@ -70,6 +76,7 @@ def corrupt_batch(batch: dict, objective: Objective, *, validation: bool) -> Dif
         counts_3=torch.stack(
             [noised.count, noised.maskable.sum() / objective.views, noised.masked.sum() / objective.views]
         ).double(),
+        routed=routed_tokens(pattern, noised, loss_norm=objective.loss_norm, views=objective.views) if routes else None,
     )
 
 
@@ -104,8 +111,8 @@ def to_device(batch: DiffusionBatch) -> DiffusionBatch:
     device = torch.cuda.current_device()
 
     def move(value):
-        if isinstance(value, Targets):
-            return Targets(*map(move, value))
+        if isinstance(value, Targets | RoutedTokens):
+            return type(value)(*map(move, value))
         if isinstance(value, Pattern):
             return replace(value, **{name: move(x) for name, x in vars(value).items() if isinstance(x, Tensor)})
         if isinstance(value, Tensor):

@@ -12,9 +12,11 @@ from nemo.lightning.pytorch.optim import OptimizerModule
 from nemo_dllm.collections.diffusion import cpu
 from nemo_dllm.collections.diffusion.attention.layers import check_layer_choice, diffusion_block_spec
 from nemo_dllm.collections.diffusion.models.adam import use_group_step_adam
+from nemo_dllm.collections.diffusion.models.balancing import give_to_layers
 from nemo_dllm.collections.diffusion.models.batch import DiffusionBatch, corrupt_batch, to_device
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore, HeadOutput, Targets
 from nemo_dllm.collections.diffusion.models.loss import DiffusionLossReduction
+from nemo_dllm.collections.diffusion.models.moe_layer import adopt_moe_layers, check_balance_over
 from nemo_dllm.collections.diffusion.models.saving import keep_write_results_in_process
 from nemo_dllm.collections.diffusion.models.vocabulary import built_vocab_size, check_mask_token
 from nemo_dllm.collections.diffusion.objectives import Objective
@@ -30,6 +32,8 @@ class DiffusionModel(GPTModel):
         tokenizer: NeMo tokenizer; needed where ``config.vocab_size`` or the objective's mask token is None.
         transformer_impl: ``auto``, ``local`` or ``transformer_engine``: whose layers.
         attention_backend: ``auto``, ``sdpa``, ``te`` or ``eager``: whose attention kernel.
+        balance_over: of a model with experts, the tokens whose load is balanced: ``real`` (all but pads), ``noised``
+            (no clean copies of [noised | clean] rows either) or ``masked``.
         model_transform: applied to the built model before training, as NeMo's LoRA.
 
     Raises:
@@ -45,14 +49,17 @@ class DiffusionModel(GPTModel):
         tokenizer=None,
         transformer_impl: str = "auto",
         attention_backend: str = "auto",
+        balance_over: str = "real",
         model_transform: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
     ):
         check_layer_choice(transformer_impl, attention_backend)
-        _check_config(config, objective)
+        check_balance_over(balance_over)
+        _check_config(config)
         super().__init__(config, optim=optim, tokenizer=tokenizer, model_transform=model_transform)
         self.objective = objective
         self.transformer_impl = transformer_impl
         self.attention_backend = attention_backend
+        self.balance_over = balance_over
         # Any split of a global batch into micro-batches and ranks then gives the same gradient.
         config.calculate_per_token_loss = True
 
@@ -77,6 +84,7 @@ class DiffusionModel(GPTModel):
         super().configure_model(vp_stage)
         config.vocab_size = named
         DiffusionCore.adopt(self.module, logical_vocab_size=logical)
+        adopt_moe_layers(self.module, self.balance_over)
         if config.pipeline_model_parallel_size > 1 and (self.objective.block_size or self.objective.views > 1):
             # Stages exchange more positions or rows than the data module's samples have. Set here, because Megatron's
             # check of the config thinks of lengths that differ between ranks, which some expert dispatchers refuse.
@@ -115,10 +123,12 @@ class DiffusionModel(GPTModel):
         batch = next(dataloader_iter)
         if isinstance(batch, tuple):  # Lightning adds indices.
             batch = batch[0]
-        return to_device(corrupt_batch(batch, self.objective, validation=validation))
+        routes = bool(self.config.num_moe_experts)
+        return to_device(corrupt_batch(batch, self.objective, validation=validation, routes=routes))
 
     def forward_step(self, batch: DiffusionBatch) -> torch.Tensor | HeadOutput:
         """Hidden states of this pipeline stage, or the head's output on the last."""
+        give_to_layers(batch.pattern, batch.routed)
         return self(batch.input_ids, attention_mask=batch.pattern, targets=batch.targets)
 
     def training_step(self, batch: DiffusionBatch, batch_idx: int | None = None) -> STEP_OUTPUT:
@@ -164,21 +174,13 @@ class DiffusionModel(GPTModel):
             setattr(self.objective, field, value)
 
 
-def _check_config(config: GPTConfig, objective: Objective) -> None:
+def _check_config(config: GPTConfig) -> None:
     spec = getattr(config.transformer_layer_spec, "func", config.transformer_layer_spec)
     if spec not in (default_layer_spec, diffusion_block_spec):
         raise ValueError(
             f"{type(config).__name__} brings layers of its own (transformer_layer_spec={spec!r}), which bidirectional "
             "layers would replace; choose a config with NeMo's default_layer_spec"
         )
-    if config.num_moe_experts and objective.loss_norm != "token":
-        for field in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-            if getattr(config, field):
-                # Megatron divides these by the count of the loss, which other norms do not give in tokens.
-                raise ValueError(
-                    f"loss_norm={objective.loss_norm!r} would change the strength of {field}={getattr(config, field)}; "
-                    f"set loss_norm='token' or {field}=0"
-                )
 
 
 def _check_blocks(block_size: int, data: pl.LightningDataModule) -> None:
