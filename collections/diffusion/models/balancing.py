@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.attention.masks import NoisyClean, Pattern
+from nemo_dllm.collections.diffusion.objectives.absorbing import Corruption
 from nemo_dllm.collections.diffusion.objectives.losses import LOSS_NORMS
 
 
@@ -42,19 +43,16 @@ class RoutedTokens(NamedTuple):
     """fp32: each row's part of the loss's denominator; they sum to that of the whole micro-batch, on every rank."""
 
 
-def routed_tokens(
-    pattern: Pattern, masked_RL: Tensor, maskable_RL: Tensor, *, loss_norm: str, views: int
-) -> RoutedTokens:
+def routed_tokens(pattern: Pattern, noised: Corruption, *, loss_norm: str, views: int) -> RoutedTokens:
     """Describe the tokens of a micro-batch to the routers.
 
     Args:
         pattern: who attends to whom; its key mask tells pads.
-        masked_RL: bool, tokens that are masked.
-        maskable_RL: bool, tokens that may be.
+        noised: the noised rows.
         loss_norm: what the loss is divided by.
         views: rows of a sample, which share its part of the denominator.
     """
-    kind_RS = torch.where(masked_RL, TokenKind.MASKED, TokenKind.VISIBLE).to(torch.uint8)
+    kind_RS = torch.where(noised.masked, TokenKind.MASKED, TokenKind.VISIBLE).to(torch.uint8)
     real_RL = pattern.key_mask_BL
     if isinstance(pattern, NoisyClean):
         kind_RS = torch.cat([kind_RS, torch.full_like(kind_RS, TokenKind.CLEAN)], dim=1)
@@ -64,7 +62,7 @@ def routed_tokens(
     if real_RS is not None:
         kind_RS = kind_RS.masked_fill(~real_RS, TokenKind.PAD)
     count = LOSS_NORMS[loss_norm]
-    share_R = torch.stack([count(row_L[None])[1] for row_L in maskable_RL]).float() / views
+    share_R = torch.stack([count(row_L[None])[1] for row_L in noised.maskable]).float() / views
     return RoutedTokens(kind_RS, share_R)
 
 
