@@ -73,7 +73,7 @@ def test_nothing_is_counted_in_evaluation(build):
 
 
 def test_counts_survive_half_precision(build):
-    """bf16 counts to 256 by ones, and 2 ** 8 + 1 not at all; Megatron converts all buffers of a half-precision model."""
+    """bf16 has no 257, and Megatron converts all buffers of a half-precision model."""
     model = build(**SIGMOID)
     model.module.bfloat16()
     router = model.module.decoder.layers[0].mlp.router
