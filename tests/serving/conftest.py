@@ -97,21 +97,14 @@ class ToyModel:
         return (torch.cos(1.7 * (positions_T[:, None] - positions_T)) + 0.3) @ values_BTV
 
     def _say(self, tokens_BT):
+        """The answer behind the bar that ends the prompt, the surer the further left."""
         logits_BTV = torch.zeros(*tokens_BT.shape, VOCABULARY)
-        for row, holes_T in enumerate(tokens_BT == MASK):
-            positions = holes_T.nonzero().flatten().tolist()
-            # The canvas fills up from the left, so that what is said already tells where it began.
-            start = len(tokens_BT[row]) if not positions else self.prompt_length(tokens_BT[row])
-            for position in positions:
-                index = position - start
-                token = self.answer[index] if 0 <= index < len(self.answer) else EOS
+        for row, tokens in enumerate(tokens_BT.tolist()):
+            start = tokens.index(ord("|")) + 1 if ord("|") in tokens else 0
+            for index, position in enumerate(range(start, len(tokens))):
+                token = self.answer[index] if index < len(self.answer) else EOS
                 logits_BTV[row, position, token] = 20.0 - 0.01 * position
         return logits_BTV
-
-    @staticmethod
-    def prompt_length(tokens_T):
-        """Prompts of models with an answer end with a bar."""
-        return int((tokens_T == ord("|")).nonzero()[0]) + 1
 
     def encode(self, text):
         return self.tokenizer.encode(text)
@@ -130,6 +123,7 @@ class RunningServer:
     def __init__(self, model, limits=None, api_key=None, **options):
         self.model = model
         served = ServedModel(model, "toy", **options)
+        model.batches.clear()
         self.app = create_app(served, limits or ServerLimits(), api_key=api_key)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"

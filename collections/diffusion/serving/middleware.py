@@ -87,18 +87,18 @@ class LimitBody:
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
         """The body; None when the client has gone."""
         announced = headers.get("content-length", "0")
-        read = int(announced) if announced.isdecimal() else 0
+        size = int(announced) if announced.isdecimal() else 0
         parts, more = [], True
-        while more:
-            if read > self._max_bytes:
-                message = f"the body is larger than the {self._max_bytes} bytes of this server"
-                raise RequestError(413, message, code="body_too_large")
+        while size <= self._max_bytes:
+            if not more:
+                return b"".join(parts)
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             parts.append(message.get("body", b""))
-            read, more = max(read, sum(map(len, parts))), message.get("more_body", False)
-        return b"".join(parts)
+            size, more = max(size, sum(map(len, parts))), message.get("more_body", False)
+        message = f"the body is larger than the {self._max_bytes} bytes of this server"
+        raise RequestError(413, message, code="body_too_large")
 
 
 def error_response(error: RequestError) -> JSONResponse:

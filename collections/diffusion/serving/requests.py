@@ -119,7 +119,7 @@ class CompletionRequest(_Base):
     """The body of ``/v1/completions``."""
 
     prompt: Text | list[Text] | list[int] | list[list[int]]
-    suffix: Annotated[Text | None, Field(description="Text behind the completion: what is between is filled in.")] = (
+    suffix: Annotated[Text | None, Field(description="Text behind the completion, which fills in what is between.")] = (
         None
     )
 

@@ -1,0 +1,119 @@
+"""Many clients at once: every request is answered, none disturbs another, and those that leave free their places."""
+
+import asyncio
+import random
+
+import httpx
+import openai
+import pytest
+
+from nemo_dllm.collections.diffusion.sampling import generate
+from nemo_dllm.collections.diffusion.serving.limits import ServerLimits
+
+REQUESTS = 200
+
+
+def given(index):
+    """A request of its own prompt, length, seed and, in some, settings."""
+    draw = random.Random(index)
+    return {
+        "prompt": "".join(draw.choices("abcdefgh ", k=draw.randint(0, 40))),
+        "max_tokens": draw.randint(1, 24),
+        "seed": index,
+        "temperature": 1.0,
+        "stream": index % 3 == 0,
+    } | ({"block_size": 8, "threshold": 0.2} if index % 2 else {})
+
+
+def alone(kit, model, request):
+    """The text that the sampler gives the request by itself."""
+    settings = {name: request[name] for name in ("temperature", "block_size", "threshold") if name in request}
+    config = model.sampler_config(max_new_tokens=request["max_tokens"], **settings)
+    prompts = [model.encode(request["prompt"])]
+    result = generate(model.denoiser, prompts, config, mask_token_id=kit.MASK, seeds=[request["seed"]])
+    return model.decode(result.completions[0].tolist())
+
+
+async def ask(client, index):
+    request = given(index)
+    extra = {name: request.pop(name) for name in ("block_size", "threshold") if name in request}
+    answer = await client.completions.create(model="toy", **request, extra_body=extra)
+    if not request["stream"]:
+        return answer.choices[0].text
+    return "".join([chunk.choices[0].text async for chunk in answer])
+
+
+async def misbehave(client, url, index):
+    """Leave in the middle of an answer, or send what is no request; returns the status where there is one."""
+    kind = index % 5
+    bodies = {1: b"{", 2: b"[" * 50_000, 3: b'{"prompt": "' + b"a" * 200_000 + b'"}'}
+    if kind in bodies:
+        headers = {"content-type": "application/json"}
+        return (await client.post(f"{url}/v1/completions", content=bodies[kind], headers=headers)).status_code
+    body = {"prompt": "a", "max_tokens": 400, "stream": kind == 0}
+    try:
+        if kind == 0:
+            async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+                await anext(response.aiter_bytes(), None)
+        else:
+            await client.post(f"{url}/v1/completions", json=body, timeout=0.3)
+    except httpx.TimeoutException:
+        pass
+    return None
+
+
+async def everybody(server):
+    limits = httpx.Limits(max_connections=None)
+    async with (
+        httpx.AsyncClient(limits=limits, timeout=60) as rude,
+        openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=httpx.AsyncClient(limits=limits, timeout=60),
+        ) as client,
+    ):
+        polite = asyncio.gather(*(ask(client, index) for index in range(REQUESTS)))
+        statuses = asyncio.gather(*(misbehave(rude, server.url, index) for index in range(25)))
+        return await polite, await statuses
+
+
+def test_two_hundred_requests_between_bad_ones(kit):
+    model = kit.ToyModel()
+    with kit.running(model, ServerLimits(max_body_bytes=100_000, max_waiting_rows=REQUESTS + 25)) as server:
+        texts, statuses = asyncio.run(everybody(server))
+        kit.until(lambda: (server.health()["waiting"], server.health()["running"]) == (0, 0))
+        batches, rows = server.metric("batch_rows_count"), server.metric("batch_rows_sum")
+    assert [status for status in statuses if status] == [400, 400, 413] * 5
+    assert len(texts) == REQUESTS
+    wrong = [index for index in range(REQUESTS) if texts[index] != alone(kit, model, given(index))]
+    assert wrong == []
+    # Batching took place, and both kinds of settings were served.
+    assert rows >= REQUESTS and batches < REQUESTS / 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_place(kit, stream):
+    model = kit.ToyModel()
+    with kit.running(model, ServerLimits(max_waiting_rows=1, max_batch_rows=1)) as server:
+        model.open.clear()
+        body = {"prompt": "a", "max_tokens": 400, "stream": stream}
+        url = f"{server.url}/v1/completions"
+
+        def leave():
+            client = httpx.Client(timeout=0.3)
+            try:
+                with client.stream("POST", url, json=body) as response:
+                    next(response.iter_bytes())
+            except httpx.TimeoutException:
+                pass
+
+        leave()
+        kit.until(lambda: server.health() == {"status": "ok", "waiting": 0, "running": 0})
+        assert len(model.batches) == 1
+        # The pass at hand cannot be stopped; behind it one place waits.
+        leave()
+        kit.until(lambda: server.health()["waiting"] == 0)
+        model.open.set()
+        assert server.post("/v1/completions", {"prompt": "b", "max_tokens": 3}).status_code == 200
+        assert model.batches == [(1, 401)] + [(1, 4)] * 3
