@@ -5,6 +5,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import runpy
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,20 @@ def test_adapters_are_trained_alone_and_merged_on_export(
         name for name in before if before[name].shape == after[name].shape and (before[name] != after[name]).any()
     }
     assert changed == {name for name in before if "_proj." in name}
+
+
+def test_a_killed_import_leaves_nothing_that_loads(forks, source, single_process, tmp_path):
+    from nemo_dllm.connectors.conversion import import_checkpoint
+    from nemo_dllm.connectors.hf_export import load_nemo_checkpoint
+
+    script = Path(__file__).with_name("killed_import.py")
+    job = (source, tmp_path / "nemo")
+    process = forks.Process(target=runpy.run_path, args=(str(script), {"job": job}, "__main__"))
+    process.start()
+    process.join(timeout=100)
+    assert process.exitcode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".nemo.unfinished") and (left / "weights" / ".metadata").is_file()
+    with pytest.raises(FileNotFoundError, match="is no NeMo checkpoint"):
+        load_nemo_checkpoint(left)
+    assert load_nemo_checkpoint(import_checkpoint(*job)).config.vocab_size == 197
