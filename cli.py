@@ -1,12 +1,16 @@
 """The ``nemo-dllm`` command. NeMo's import takes many seconds, so it happens inside the commands that need it."""
 
 import importlib
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import typer
+
+from nemo_dllm.sampling_commands import COMMANDS, REQUIRED, Command, Option, check_alternatives
 
 app = typer.Typer(
     help="Diffusion language models on NeMo: train them, sample from them.",
@@ -33,51 +37,6 @@ def main() -> None:
             raise
         print(f"error: {_one_line(error)}", file=sys.stderr)
         sys.exit(2)
-
-
-@app.command()
-def generate(
-    path: Annotated[Path, typer.Argument(metavar="PATH", exists=True, help="Folder of a run or a checkpoint.")],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
-    prompt_file: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="File with the text to go on from.")
-    ] = None,
-    best: Annotated[bool, typer.Option("--best", help="Of a run, the checkpoint of the best validation.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps (default: one per token).")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Fill blocks of so many tokens from left to right.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable tokens.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most probable tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the tokens that share this probability.")] = None,
-    threshold: Annotated[
-        float | None, typer.Option(help="Fill all positions with a probability above this at once.")
-    ] = None,
-    remasking: Annotated[str, typer.Option(help="Which positions are filled first.")] = "confidence",
-    seed: Annotated[int | None, typer.Option(help="For the same text again at a temperature above 0.")] = None,
-    watch: Annotated[
-        bool | None, typer.Option("--watch/--no-watch", help="Show the text as it forms (default: on a terminal).")
-    ] = None,
-    verbose: Verbose = False,
-) -> None:
-    """Continue a text with a trained model, and print it."""
-    if prompt and prompt_file:
-        raise typer.BadParameter("give --prompt or --prompt-file, not both")
-    text = _import("collections.diffusion.inference.text", verbose)
-    text.print_generated(
-        path,
-        prompt_file.read_text() if prompt_file else prompt,
-        best=best,
-        watch=sys.stderr.isatty() if watch is None else watch,
-        max_new_tokens=max_new_tokens,
-        steps=steps,
-        block_size=block_size,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        threshold=threshold,
-        remasking=remasking,
-        seed=seed,
-    )
 
 
 @app.command()
@@ -135,6 +94,68 @@ def verify(
     _import("recipes.conversion", verbose).verify(hf_path, checkpoint, tolerance=tolerance)
 
 
+def _sampling_command(command: Command) -> Callable[..., None]:
+    """A command of ``sampling_commands`` as a function that typer understands."""
+
+    def run(verbose: bool, **values: Any) -> None:
+        try:
+            check_alternatives(command, values)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        given = {name: None if value is NOTHING else value for name, value in values.items() if value is not None}
+        command.run(given, lambda module: _import(module.removeprefix("nemo_dllm."), verbose))
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(option.name, keyword, annotation=_annotated(option), default=_cli_default(option))
+        for option in command.options
+    ]
+    parameters.append(inspect.Parameter("verbose", keyword, annotation=Verbose, default=False))
+    run.__signature__ = inspect.Signature(parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+NOTHING = object()
+"""Of sampler settings that the user sets to ``none``, where saying nothing leaves them to the preset."""
+
+
+def _cli_default(option: Option) -> Any:
+    """Settings that nobody gives are left to the preset."""
+    return None if option.of_sampler else option.default
+
+
+def _annotated(option: Option) -> Any:
+    """The type of an option with what typer shows of it."""
+    if option.default is REQUIRED:
+        return Annotated[option.type, typer.Argument(metavar=option.name.upper(), exists=True, help=option.help)]
+    name = f"--{option.name.replace('_', '-')}"
+    names = [name] if option.type is bool and option.default is False else []
+    shown: dict[str, Any] = {"help": option.help}
+    if option.exists:
+        shown |= {"exists": True, "dir_okay": False}
+    if not option.of_sampler:
+        return Annotated[option.type, typer.Option(*names, **shown)]
+    shown |= {"rich_help_panel": "Sampler settings"}
+    types = get_args(option.type)
+    if Ellipsis in types:
+        return Annotated[list[types[0]] | None, typer.Option(**shown, metavar=f"{types[0].__name__.upper()}, repeated")]
+    if type(None) in types:
+        shown |= {"parser": _or_none(types[0]), "metavar": f"{types[0].__name__.upper()}|none"}
+        return Annotated[Any, typer.Option(**shown, show_default=False)]
+    # Named after both, since False may be what the preset does not say.
+    names = [f"{name}/--no-{name[2:]}"] if option.type is bool else []
+    return Annotated[option.type | None, typer.Option(*names, **shown, show_default=str(option.default))]
+
+
+def _or_none(convert: type) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        return NOTHING if text.lower() == "none" else convert(text)
+
+    parse.__name__ = convert.__name__
+    return parse
+
+
 def _train(command: str, arguments: list[str], verbose: bool) -> None:
     run_task = _import("recipes.command_line", verbose).run_task
     from nemo.collections import llm
@@ -169,6 +190,10 @@ def _one_line(error: Exception) -> str:
     message, _, fiddle_context = str(error).partition("\n\nFiddle context:")
     place = fiddle_context.partition(" at <root>.")[2].partition(" ")[0]
     return f"{place}: {message}" if place else message
+
+
+for sampling_command in COMMANDS:
+    app.command(sampling_command.name, help=sampling_command.summary)(_sampling_command(sampling_command))
 
 
 if __name__ == "__main__":

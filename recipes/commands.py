@@ -1,16 +1,17 @@
 """Our own commands under ``nemo dllm``, and what the ``nemo`` command needs to read our recipes' arguments."""
 
 import collections.abc
-import sys
+import inspect
 import types
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Union, get_args
 
 import nemo_run as run
 from nemo_run.cli.cli_parser import type_parser
 
-from nemo_dllm.collections.diffusion.inference.text import print_generated
 from nemo_dllm.recipes.builder import RECIPES
+from nemo_dllm.sampling_commands import COMMANDS, REQUIRED, Command, Option
 
 
 def _parse_union(value: str, annotation: types.UnionType) -> Any:
@@ -24,52 +25,49 @@ type_parser.register_parser(types.UnionType)(_parse_union)
 type_parser.register_parser(collections.abc.Sequence)(type_parser.parse_list)
 
 
-@run.cli.entrypoint(namespace="dllm", enable_executor=False, help="Continue a text: path=RUN_OR_CHECKPOINT prompt=TEXT")
-def generate(
-    path: str,
-    prompt: str = "",
-    best: bool = False,
-    max_new_tokens: int = 64,
-    steps: int | None = None,
-    block_size: int | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    threshold: float | None = None,
-    remasking: str = "confidence",
-    seed: int | None = None,
-    watch: bool | None = None,
-) -> None:
-    """Continue a text with a trained model, and print it.
-
-    Args:
-        path: folder of a run, of a NeMo checkpoint or of a Hugging Face checkpoint of a diffusion model.
-        prompt: the text to go on from.
-        best: of a run, the checkpoint with the lowest validation loss instead of the latest one.
-        watch: show the text while it is denoised, on standard error; None does so on a terminal.
-        max_new_tokens, steps, block_size, temperature, top_k, top_p, threshold, remasking, seed: see
-            ``SamplerConfig``; without a seed each call draws another text at temperatures above 0.
-    """
-    print_generated(
-        path,
-        prompt,
-        best=best,
-        watch=sys.stderr.isatty() if watch is None else watch,
-        max_new_tokens=max_new_tokens,
-        steps=steps,
-        block_size=block_size,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        threshold=threshold,
-        remasking=remasking,
-        seed=seed,
-    )
-
-
 @run.cli.entrypoint(namespace="dllm", enable_executor=False, help="List the names that --factory takes")
 def recipes() -> None:
     """Print every recipe's name and what it does."""
     width = max(map(len, RECIPES))
     for name, recipe in RECIPES.items():
         print(f"{name:{width}}  {recipe.__doc__.splitlines()[0]}")
+
+
+def _sampling_command(command: Command) -> Callable[..., None]:
+    """A command of ``sampling_commands`` as a function that nemo_run reads arguments for."""
+
+    def run_command(**given: Any) -> None:
+        command.run(given)
+
+    parameters = [
+        inspect.Parameter(
+            option.name, inspect.Parameter.KEYWORD_ONLY, annotation=_annotation(option), default=option.default
+        )
+        for option in command.options
+    ]
+    run_command.__name__ = run_command.__qualname__ = command.name
+    run_command.__signature__ = inspect.Signature(parameters)
+    run_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run_command
+
+
+def _annotation(option: Option) -> Any:
+    """nemo_run reads sequences, and no tuples of any length."""
+    return Sequence[get_args(option.type)[0]] if Ellipsis in get_args(option.type) else option.type
+
+
+def _usage(command: Command) -> str:
+    """nemo_run shows nothing of the arguments of a command without an executor but this text."""
+    required = " ".join(f"{option.name}=..." for option in command.options if option.default is REQUIRED)
+    others = ", ".join(option.name for option in command.options if option.default is not REQUIRED)
+    return f"{command.summary} {required}; further: {others} (nemo-dllm {command.name} --help explains them)"
+
+
+for sampling_command in COMMANDS:
+    run.cli.entrypoint(
+        _sampling_command(sampling_command),
+        name=sampling_command.name,
+        namespace="dllm",
+        enable_executor=False,
+        help=_usage(sampling_command),
+    )

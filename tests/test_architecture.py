@@ -40,7 +40,8 @@ class Room:
 ROOMS = {
     "": Room(),
     "console": Room(inside="nemo"),
-    "cli": Room("typer rich console", inside="* recipes"),
+    "sampling_commands": Room(),
+    "cli": Room("typer rich console sampling_commands", inside="* recipes"),
     "collections.diffusion": Room(),
     "collections.diffusion.objectives": Room("torch numpy attention.masks"),
     "collections.diffusion.sampling": Room("torch", inside="rich"),
@@ -60,7 +61,7 @@ ROOMS = {
     "collections.diffusion.inference": Room(
         "torch rich nemo megatron lightning sampling models objectives attention attention.masks connectors cpu "
         "single_process",
-        inside="transformers data training",
+        inside="transformers jinja2 data training",
     ),
     "collections.diffusion.evaluation": Room("torch sampling inference", inside="lm_eval transformers datasets"),
     "collections.diffusion.serving": Room(

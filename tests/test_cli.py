@@ -70,13 +70,57 @@ def test_all_else_keeps_its_traceback(run_main, command, arguments):
         run_main(command, *arguments)
 
 
-@pytest.mark.parametrize("arguments", [["absent"], [".", "--prompt", "a", "--prompt-file", __file__], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "absent"],
+        ["generate", ".", "--prompt", "a", "--prompt-file", __file__],
+        ["generate", ".", "--prompt-file", "absent.jsonl"],
+        ["generate", ".", "--top-k", "many"],
+        ["generate"],
+        ["infill", ".", "--text", "a <mask>", "--prefix", "a"],
+        ["chat", "absent"],
+        ["evaluate", "."],
+        ["evaluate", ".", "absent.txt"],
+    ],
+)
 def test_wrong_arguments_end_before_nemo_is_imported(monkeypatch, capsys, arguments):
-    monkeypatch.setattr(sys, "argv", ["nemo-dllm", "generate", *arguments])
+    monkeypatch.setattr(sys, "argv", ["nemo-dllm", *arguments])
     monkeypatch.setattr(cli, "_import", lambda *_: pytest.fail("imported NeMo"))
     with pytest.raises(SystemExit, match="2"):
         cli.main()
-    assert "nemo-dllm generate --help" in capsys.readouterr().err
+    assert f"nemo-dllm {arguments[0]} --help" in capsys.readouterr().err
+
+
+class Recorder:
+    """In the place of the modules of commands: keeps what they are called with."""
+
+    def __getattr__(self, name):
+        return lambda **arguments: setattr(self, "called", (name, arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments, settings",
+    [
+        ([], {}),
+        (["--top-k", "5", "--temperature", "0.5"], {"top_k": 5, "temperature": 0.5}),
+        (["--threshold", "none", "--cache", "None"], {"threshold": None, "cache": None}),
+        (["--no-stop-at-eos", "--tempered-confidence"], {"stop_at_eos": False, "tempered_confidence": True}),
+        (
+            ["--stop-token-ids", "3", "--stop-token-ids", "4", "--stop-strings", "a b"],
+            {"stop_token_ids": [3, 4], "stop_strings": ["a b"]},
+        ),
+    ],
+)
+def test_settings_that_are_given_are_told_from_those_that_are_not(monkeypatch, arguments, settings):
+    recorder = Recorder()
+    monkeypatch.setattr(cli, "_import", lambda *_: recorder)
+    monkeypatch.setattr(sys, "argv", ["nemo-dllm", "generate", ".", "--prompt", "a", *arguments])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    name, called = recorder.called
+    assert (name, called["settings"]) == ("generate", settings)
+    assert (called["path"], called["prompt"], called["batch_size"]) == (Path("."), "a", 8)
 
 
 # From here on: a model of 28 thousand parameters, four steps on a small text, in processes as a user starts them.

@@ -1,9 +1,25 @@
 import io
+import json
 import re
+from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.nemo
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "models"
+DEFAULTS = {
+    "prompt": "",
+    "prompt_file": None,
+    "output": None,
+    "num_samples": 1,
+    "batch_size": 8,
+    "stream": False,
+    "watch": False,
+    "replay": None,
+    "best": False,
+    "preset": None,
+}
 
 
 @pytest.fixture(scope="module")
@@ -13,11 +29,16 @@ def generate_text():
     return generate_text
 
 
-@pytest.fixture(scope="module")
-def print_generated():
-    from nemo_dllm.collections.diffusion.inference.text import print_generated
+@pytest.fixture
+def generate(single_process, hf_folder, capsys):
+    """Runs the command on ``hf_folder`` and returns what it printed; settings by keyword after the options."""
+    from nemo_dllm.collections.diffusion.inference.text import generate as command
 
-    return print_generated
+    def run(path=hf_folder, settings=None, **options):
+        command(path, **{**DEFAULTS, **options}, settings=settings or {})
+        return capsys.readouterr()
+
+    return run
 
 
 def test_text_goes_on_from_the_prompt(model, generate_text):
@@ -47,17 +68,105 @@ def test_watching_shows_the_text_and_does_not_change_it(model, generate_text):
     assert "[step 4, 0 masked]" in shown.file.getvalue() and text in shown.file.getvalue()
 
 
-def test_a_seed_repeats_the_text_and_none_does_not(print_generated, hf_folder, single_process, capsys):
+def test_a_seed_repeats_the_text_and_none_does_not(generate):
     def printed(seed):
-        print_generated(
-            hf_folder, "w5", best=False, watch=False, seed=seed, max_new_tokens=24, temperature=2.0, stop_at_eos=False
-        )
-        return capsys.readouterr().out
+        settings = {"seed": seed, "max_new_tokens": 24, "temperature": 2.0, "stop_at_eos": False}
+        return generate(prompt="w5", settings=settings).out
 
     assert printed(7) == printed(7)
     assert printed(None) != printed(None)
 
 
-def test_a_text_longer_than_the_training_samples_gets_a_note(print_generated, hf_folder, single_process, capsys):
-    print_generated(hf_folder, "w5", best=False, watch=False, seed=0, max_new_tokens=512, steps=1)
-    assert capsys.readouterr().err == "note: 513 tokens are more than the 512 of the training samples\n"
+def test_a_text_longer_than_the_training_samples_gets_a_note(generate):
+    printed = generate(prompt="w5", settings={"seed": 0, "max_new_tokens": 512, "steps": 1})
+    assert printed.err == "note: 513 tokens are more than the 512 of the training samples\n"
+    assert generate(prompt="w5", settings={"max_new_tokens": 512, "max_length": 9, "steps": 1}).err == ""
+
+
+@pytest.mark.parametrize("name", ["a2d_qwen3", "sdar"])
+def test_a_stream_is_the_text_in_pieces(generate, monkeypatch, name):
+    settings = {"max_new_tokens": 16, "block_size": 4, "threshold": None, "seed": 0}
+    whole = generate(GOLDEN / name, prompt="w5 w7", settings=settings).out
+    pieces = []
+    import builtins
+
+    plain = builtins.print
+
+    def recorded(*values, **named):
+        pieces.append(values)
+        plain(*values, **named)
+
+    monkeypatch.setattr(builtins, "print", recorded)
+    assert generate(GOLDEN / name, prompt="w5 w7", stream=True, settings=settings).out == whole
+    # A piece at least for each block.
+    assert len([piece for piece in pieces if piece and piece[0]]) >= 4
+
+
+def test_json_lines_in_and_out(generate, tmp_path):
+    rows = ["w5 w7", "", "w9 w10 w11"]
+    (tmp_path / "in.jsonl").write_text("\n\n".join(json.dumps({"prompt": row, "id": 3}) for row in rows) + "\n")
+    options = {"prompt_file": tmp_path / "in.jsonl", "num_samples": 2}
+    settings = {"max_new_tokens": 6, "temperature": 2.0, "seed": 3, "stop_at_eos": False}
+    printed = generate(**options, settings=settings).out
+    lines = [json.loads(line) for line in printed.splitlines()]
+    assert [(line["prompt"], line["sample"]) for line in lines] == [(row, sample) for row in rows for sample in (0, 1)]
+    assert {line["finish_reason"] for line in lines} == {"length"} and {line["tokens"] for line in lines} == {6}
+    assert all(first["completion"] != second["completion"] for first, second in zip(lines, lines[1:], strict=False))
+    # Batches and files change nothing.
+    assert generate(**options, batch_size=1, output=tmp_path / "out.jsonl", settings=settings).out == ""
+    assert (tmp_path / "out.jsonl").read_text() == printed
+
+
+def test_a_text_file_is_one_prompt(generate, tmp_path):
+    (tmp_path / "in.txt").write_text("w5\nw7")
+    assert generate(prompt_file=tmp_path / "in.txt", settings={"max_new_tokens": 2}).out.startswith("w5 w7 ")
+
+
+def test_an_end_is_told_from_a_full_length(generate, tmp_path):
+    from nemo_dllm.collections.diffusion.inference.session import open_session
+    from nemo_dllm.collections.diffusion.inference.text import complete
+
+    settings = {"max_new_tokens": 12, "temperature": 3.0, "seed": 1, "stop_token_ids": tuple(range(50))}
+    session = open_session(GOLDEN / "a2d_qwen3", best=False, preset=None, settings=settings)
+    completions = list(complete(session, ["w5"], num_samples=6, batch_size=3))
+    stopped = [completion for completion in completions if completion.finish_reason == "stop"]
+    assert stopped and all(completion.tokens <= 12 for completion in stopped)
+
+
+@pytest.mark.parametrize(
+    "content, error",
+    [
+        ('{"prompt": "w5"}\n{"prompt": 3}\n', r'in.jsonl, line 2: no text "prompt" in it'),
+        ('{"prompt": "w5"}\n\n["w5"]\n', r'in.jsonl, line 3: no text "prompt" in it'),
+        ('{"prompt": "w5}\n', r"in.jsonl, line 1: no JSON \(Unterminated string"),
+        ("\n", r"in.jsonl holds no line"),
+        (b"\xff\xfe", r"in.jsonl is not UTF-8 text \(invalid start byte at byte 0\)"),
+    ],
+)
+def test_bad_files_of_prompts(generate, tmp_path, content, error):
+    (tmp_path / "in.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=error):
+        generate(prompt_file=tmp_path / "in.jsonl")
+
+
+def test_bad_arguments(generate, tmp_path, monkeypatch):
+    long = " ".join(["w5"] * 512)
+    with pytest.raises(ValueError, match="the prompt has 512 tokens, and the model's context is 512"):
+        generate(prompt=long)
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "w1"}) + "\n" + json.dumps({"prompt": long}))
+    with pytest.raises(ValueError, match="prompt 2 has 512 tokens"):
+        generate(prompt_file=tmp_path / "in.jsonl")
+    from nemo_dllm.collections.diffusion.inference import session
+
+    # From here on before anything is loaded.
+    monkeypatch.setattr(session, "load_checkpoint", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match="num_samples=0 must be at least 1"):
+        generate(num_samples=0)
+    with pytest.raises(ValueError, match="stream, watch and replay follow a single text"):
+        generate(num_samples=2, watch=True)
+    with pytest.raises(FileNotFoundError, match="output=.*absent/out.jsonl is in a folder that does not exist"):
+        generate(output=tmp_path / "absent" / "out.jsonl")
+    with pytest.raises(ValueError, match="preset='drem' is unknown"):
+        generate(preset="drem")
+    with pytest.raises(ValueError, match="top_k=0 must be at least 1"):
+        generate(settings={"top_k": 0, "cache": "exact", "steps_per_block": 4, "stop_strings": ["a"]})

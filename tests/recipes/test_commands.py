@@ -90,7 +90,8 @@ def test_the_start_of_a_run_is_a_field(parse):
 def test_nemo_dllm_has_our_commands():
     from nemo_run.cli.api import list_entrypoints
 
-    assert set(list_entrypoints()["dllm"]) == {"generate", "recipes", "import_hf", "export_hf", "verify"}
+    sampling = {"generate", "infill", "chat", "evaluate"}
+    assert set(list_entrypoints()["dllm"]) == sampling | {"recipes", "import_hf", "export_hf", "verify"}
 
 
 def test_import_and_export_by_nemo_and_by_us(single_process, monkeypatch, capsys, tmp_path):
@@ -115,13 +116,34 @@ def test_import_and_export_by_nemo_and_by_us(single_process, monkeypatch, capsys
     assert "passed" in capsys.readouterr().out
 
 
-def test_nemo_dllm_generate(single_process, monkeypatch, capsys):
+@pytest.fixture
+def nemo(single_process, monkeypatch, capsys):
+    """Runs a ``nemo`` command and returns what it printed last."""
     from nemo_run.cli.api import create_cli
 
-    arguments = ["dllm", "generate", f"path={MODELS / 'a2d_qwen3'}", "prompt=w5 w7", "max_new_tokens=3", "top_k=None"]
-    monkeypatch.setattr(sys, "argv", ["nemo", *arguments])
-    create_cli()(arguments, standalone_mode=False)
-    assert capsys.readouterr().out.splitlines()[-1].startswith("w5 w7 ")
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["nemo", *arguments])
+        create_cli()(list(arguments), standalone_mode=False)
+        return capsys.readouterr().out.splitlines()[-1]
+
+    return run
+
+
+def test_nemo_dllm_samples(nemo, tmp_path):
+    path = f"path={MODELS / 'sdar'}"
+    printed = nemo("dllm", "generate", path, "prompt=w5 w7", "max_new_tokens=3", "threshold=None", "stop_token_ids=[3]")
+    assert printed.startswith("w5 w7 ")
+    assert nemo("dllm", "infill", path, "prefix=w5", "suffix=w7", "length=2", "cache=None").endswith(" w7")
+    (tmp_path / "text.txt").write_text("w5 w7")
+    printed = nemo("dllm", "evaluate", path, f"data={tmp_path / 'text.txt'}", "num_draws=1")
+    assert printed == "2 tokens, 5 bytes in 1 rows, 1 noise levels each"
+
+
+def test_what_a_user_can_mend_is_one_line(nemo, capsys):
+    with pytest.raises(SystemExit, match="1"):
+        nemo("dllm", "generate", f"path={MODELS / 'qwen3'}")
+    line = " ".join(capsys.readouterr().out.split())
+    assert "qwen3 is an autoregressive model" in line and "Traceback" not in line
 
 
 def test_recipes_are_listed_with_a_line_each(capsys):

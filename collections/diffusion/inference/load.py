@@ -173,7 +173,7 @@ def load_checkpoint(path: str | Path, *, best: bool = False) -> LoadedModel:
     start_single_process()
     load = load_nemo_checkpoint if checkpoint.kind is CheckpointKind.NEMO else _load_hf_checkpoint
     model = load(checkpoint.path)
-    core = model.module.eval()
+    core = model.module.eval().requires_grad_(False)
     if torch.cuda.is_available():
         core.cuda()
     else:

@@ -1,0 +1,193 @@
+"""The likelihood of a text under a model, bounded from above, with noise that is the same for every model.
+
+Shape letters: B rows, L positions.
+"""
+
+import json as json_format
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from nemo_dllm.collections.diffusion.inference.load import LoadedModel, load_checkpoint
+from nemo_dllm.collections.diffusion.models.batch import corrupt_batch, to_device
+from nemo_dllm.collections.diffusion.models.loss import LossTotals, report
+
+LONGEST_DEFAULT = 2048
+# Rows of a batch are padded to a common multiple of this.
+_LENGTH_STEP = 64
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model makes of a text.
+
+    Attributes:
+        nll: bound on the negative log-likelihood, in nats per token.
+        perplexity: its exponential, a bound on the perplexity per token.
+        bits_per_byte: the bound per byte of the scored text, in bits, which compares models across tokenizers.
+        tokens: scored ones.
+        bytes: of their text, UTF-8.
+        rows: of the text.
+        draws: noise levels per row.
+    """
+
+    nll: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    bytes: int
+    rows: int
+    draws: int
+
+
+class _Row(NamedTuple):
+    tokens: list[int]
+    context: int
+    """Tokens at its start that are not scored."""
+    index: int
+
+    @property
+    def padded_length(self) -> int:
+        return -(-len(self.tokens) // _LENGTH_STEP) * _LENGTH_STEP
+
+
+def evaluate_texts(
+    model: LoadedModel,
+    texts: Sequence[str],
+    *,
+    seq_length: int | None = None,
+    batch_size: int = 8,
+    num_draws: int = 4,
+    max_rows: int | None = None,
+    seed: int = 1234,
+) -> Evaluation:
+    """The likelihood bound (negative ELBO) of texts, each cut into rows that do not see each other.
+
+    The noise of a row depends on the seed, its number and its length alone. Where logits score the next position, a row
+    begins with the token before it, a text with the start token; without one its first token is not scored.
+
+    Args:
+        model: see ``load_checkpoint``. The bound of a block-causal model is that of block diffusion (Arriola et al.
+            2025), of any other one that of masked diffusion (Sahoo et al. 2024).
+        texts: documents.
+        seq_length: tokens per row; None is the model's context, at most ``LONGEST_DEFAULT``.
+        batch_size: rows at a time; it does not change the result.
+        num_draws: noise levels per row, evenly spread; the bound is a mean over all.
+        max_rows: rows to take, from the first; None is all.
+        seed: of the noise.
+
+    Raises:
+        ValueError: for numbers below 1, rows longer than the model's context, or texts without a token to score.
+    """
+    numbers = {"seq_length": seq_length, "batch_size": batch_size, "num_draws": num_draws, "max_rows": max_rows}
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    length = min(model.seq_length, LONGEST_DEFAULT) if seq_length is None else seq_length
+    if length > model.seq_length:
+        raise ValueError(f"seq_length={length} is longer than the model's context of {model.seq_length}; choose less")
+    rows, num_bytes = _rows(model, texts, length, max_rows)
+    num_tokens = sum(len(row.tokens) - row.context for row in rows)
+    if num_tokens == 0 or num_bytes == 0:
+        raise ValueError("the text has no token to score; give more text")
+    # The bound, whatever the training's loss is.
+    objective = replace(model.objective, complementary=False, force_mask=False, weight_epsilon=0.0, seed=seed)
+    totals = LossTotals.empty(model.device)
+    batches = list(_batches(rows, batch_size, num_draws))
+    console = Console(stderr=True)
+    for batch in track(batches, "evaluate", console=console, transient=True, disable=not console.is_terminal):
+        noised = to_device(corrupt_batch(batch, objective, validation=True))
+        with torch.no_grad():
+            output = model.core(noised.input_ids, attention_mask=noised.pattern, targets=noised.targets)
+        totals += LossTotals(report(noised, output))
+    nll = float(totals.nll_bound)
+    return Evaluation(
+        nll=nll,
+        perplexity=math.exp(nll),
+        bits_per_byte=nll * num_tokens / (math.log(2) * num_bytes),
+        tokens=num_tokens,
+        bytes=num_bytes,
+        rows=len(rows),
+        draws=num_draws,
+    )
+
+
+def _rows(model: LoadedModel, texts: Sequence[str], length: int, max_rows: int | None) -> tuple[list[_Row], int]:
+    """The texts as rows, and the bytes of the tokens that are scored."""
+    rows: list[_Row] = []
+    num_bytes = 0.0
+    for text in texts:
+        tokens = model.encode(text)
+        bos = getattr(model.tokenizer, "bos_id", None)
+        context = [bos] if model.right_shift and bos is not None else []
+        used = scored = 0
+        while used < len(tokens) and (max_rows is None or len(rows) < max_rows):
+            part = tokens[used : used + length - len(context)]
+            # With the shift position 0 has no logits: without a start token it is the text's own first token.
+            unscored = int(model.right_shift)
+            rows.append(_Row([*context, *part], unscored, len(rows)))
+            used += len(part)
+            scored += len(context) + len(part) - unscored
+            context = part[-1:] if model.right_shift else []
+        whole = text if used == len(tokens) else model.decode(tokens[:used])
+        num_bytes += len(whole.encode()) * scored / max(used, 1)
+    return rows, round(num_bytes)
+
+
+def _batches(rows: Sequence[_Row], batch_size: int, num_draws: int) -> Iterator[dict[str, Any]]:
+    """Micro-batches as of a data module, of rows that are padded to the same length: noise depends on it."""
+    for length, group in groupby(sorted(rows, key=lambda row: row.padded_length), key=lambda row: row.padded_length):
+        drawn = [(row, draw) for row in group for draw in range(num_draws)]
+        for start in range(0, len(drawn), batch_size):
+            batch = drawn[start : start + batch_size]
+            tokens_BL = torch.tensor([row.tokens + [0] * (length - len(row.tokens)) for row, _ in batch])
+            lengths_B1 = torch.tensor([[len(row.tokens)] for row, _ in batch])
+            context_B1 = torch.tensor([[row.context] for row, _ in batch])
+            positions_L = torch.arange(length)
+            key_mask_BL = positions_L < lengths_B1
+            yield {
+                "tokens": tokens_BL,
+                "loss_mask": key_mask_BL & (positions_L >= context_B1),
+                "key_mask": key_mask_BL,
+                "sample_index": torch.tensor([row.index * num_draws + draw for row, draw in batch]),
+            }
+
+
+def evaluate(
+    path: str | Path,
+    data: str | Path,
+    seq_length: int | None,
+    batch_size: int,
+    num_draws: int,
+    max_rows: int | None,
+    seed: int,
+    json: bool,
+    best: bool,
+) -> None:
+    """Evaluate a checkpoint and print the result; see ``sampling_commands`` for the arguments."""
+    from nemo_dllm.collections.diffusion.data import read_text
+
+    texts = [document.text for document in read_text(data).documents]
+    found = evaluate_texts(
+        load_checkpoint(path, best=best),
+        texts,
+        seq_length=seq_length,
+        batch_size=batch_size,
+        num_draws=num_draws,
+        max_rows=max_rows,
+        seed=seed,
+    )
+    if json:
+        print(json_format.dumps(asdict(found)))
+        return
+    print(f"bits per byte      {found.bits_per_byte:.4f}")
+    print(f"perplexity bound   {found.perplexity:.4f} per token")
+    print(f"NLL bound          {found.nll:.4f} nats per token")
+    print(f"{found.tokens} tokens, {found.bytes} bytes in {found.rows} rows, {found.draws} noise levels each")

@@ -1,0 +1,78 @@
+"""Denoising as a page that plays it: one HTML file, which needs nothing else."""
+
+import json
+from pathlib import Path
+
+from nemo_dllm.collections.diffusion.sampling import DenoiseStep, canvas_pieces
+from nemo_dllm.collections.diffusion.sampling.display import VISIBLE_CONTROLS, Decode
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Denoising</title>
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 50em; margin: 2em auto; padding: 0 1em; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid #aaa; border-radius: 6px; padding: 1em;
+  min-height: 6em; font: 15px/1.5 ui-monospace, monospace; }
+.mask { color: #aaa; } .new { background: #9e9; color: #000; } .title { font-weight: bold; white-space: pre-wrap; }
+input { width: 100%; }
+@media (prefers-color-scheme: dark) { body { background: #111; color: #ddd; } }
+</style>
+<div class="title"></div><pre></pre><input type="range" min="0" value="0" aria-label="step">
+<button>play</button> <span></span>
+<script type="application/json">FRAMES</script>
+<script>
+const frames = JSON.parse(document.querySelector("script").textContent);
+const find = (name) => document.querySelector(name);
+const slider = find("input"), button = find("button");
+let timer = null;
+slider.max = frames.length - 1;
+function show() {
+  const frame = frames[slider.value];
+  find(".title").textContent = frame.title;
+  find("pre").replaceChildren(...frame.pieces.map(([text, kind]) => {
+    const piece = document.createElement("span");
+    piece.className = kind; piece.textContent = text; return piece;
+  }));
+  find("body > span").textContent = frame.caption;
+}
+function stop() { clearInterval(timer); timer = null; button.textContent = "play"; }
+function play() {
+  if (slider.value == slider.max) slider.value = 0;
+  button.textContent = "pause";
+  timer = setInterval(() => {
+    if (slider.value == slider.max) return stop();
+    slider.value = Number(slider.value) + 1; show();
+  }, 150);
+}
+slider.oninput = show;
+button.onclick = () => timer === null ? (play(), show()) : stop();
+show(); play();
+</script></html>
+"""
+
+
+class Replay:
+    """Records denoising, and writes it as a page.
+
+    Args:
+        path: file to write, over an existing one.
+        title: what is shown above the text; may be changed between rows.
+    """
+
+    def __init__(self, path: Path, title: str = ""):
+        self.path, self.title = path, title
+        self._frames: list[dict] = []
+
+    def add(self, step: DenoiseStep, decode: Decode) -> None:
+        """Record row 0 of a canvas."""
+        new_BT = step.committed_BT if step.edited_BT is None else step.committed_BT | step.edited_BT
+        row = (values_BT[0].tolist() for values_BT in (step.tokens_BT, step.holes_BT, new_BT))
+        pieces = [[text.translate(VISIBLE_CONTROLS), kind] for text, kind in canvas_pieces(*row, decode)]
+        caption = f"step {step.step}, {int(step.holes_BT[0].sum())} masked"
+        self._frames.append({"title": self.title, "caption": caption, "pieces": pieces})
+
+    def write(self) -> None:
+        """Write the page; nothing where nothing was recorded."""
+        if self._frames:
+            # "</script>" in a text would end the data.
+            frames = json.dumps(self._frames, ensure_ascii=False).replace("<", "\\u003c")
+            self.path.write_text(_PAGE.replace("FRAMES", frames), encoding="utf-8")

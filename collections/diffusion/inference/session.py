@@ -1,0 +1,121 @@
+"""What the commands share: a loaded model with sampler settings, and ways to follow the denoising of a row."""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from nemo_dllm.collections.diffusion.inference.load import LoadedModel, load_checkpoint
+from nemo_dllm.collections.diffusion.inference.replay import Replay
+from nemo_dllm.collections.diffusion.sampling import DenoiseStep, SamplerConfig, preset_fields, watch
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """A model, and how it is sampled.
+
+    Attributes:
+        model: see ``load_checkpoint``.
+        config: see ``LoadedModel.sampler_config``.
+        screen: where denoising is shown; None shows nothing.
+        replay: what records it; None records nothing.
+    """
+
+    model: LoadedModel
+    config: SamplerConfig
+    screen: Console | None = None
+    replay: Replay | None = None
+
+    def follow(self, steps: Iterable[DenoiseStep], start: int = 0) -> DenoiseStep | None:
+        """Run the denoising of a single row to its end, shown and recorded from position ``start`` on.
+
+        Returns:
+            The last step, of the whole row; None where there was nothing to do.
+        """
+        seen: list[DenoiseStep | None] = [None]
+
+        def parts() -> Iterator[DenoiseStep]:
+            for seen[0] in steps:
+                part = row_part(seen[0], start)
+                if self.replay is not None:
+                    self.replay.add(part, self.model.decode)
+                yield part
+
+        if self.screen is None:
+            for _ in parts():
+                pass
+        else:
+            watch(parts(), self.model.decode, self.screen)
+        return seen[0]
+
+    def canvas(self) -> dict[str, Any]:
+        """Arguments of the sampler that come from the model."""
+        return {"mask_token_id": self.model.mask_token_id, "device": self.model.device}
+
+    def check_length(self, name: str, tokens: int) -> None:
+        """Check that a prompt leaves room in the model's context.
+
+        Raises:
+            ValueError: where it leaves none.
+        """
+        context = self.model.seq_length
+        if tokens >= context:
+            raise ValueError(
+                f"{name} has {tokens} tokens, and the model's context is {context}, new tokens included; shorten it"
+            )
+
+    def note_length(self, tokens: int) -> None:
+        """Say on standard error where the continuation of a prompt goes beyond the model's context."""
+        length = min(tokens + self.config.max_new_tokens, self.config.max_length or sys.maxsize)
+        if length > self.model.seq_length:
+            print(
+                f"note: {length} tokens are more than the {self.model.seq_length} of the training samples",
+                file=sys.stderr,
+            )
+
+
+def open_session(
+    path: str | Path,
+    *,
+    best: bool,
+    preset: str | None,
+    settings: Mapping[str, Any],
+    watch: bool | None = False,
+    replay: str | Path | None = None,
+) -> Session:
+    """Load a checkpoint to sample from.
+
+    Args:
+        path, best: see ``load_checkpoint``.
+        preset, settings: see ``LoadedModel.sampler_config``. Without a seed one is drawn, so that each call gives
+            another text at temperatures above 0.
+        watch: show denoising on standard error; None does so on a terminal.
+        replay: HTML file to write.
+    """
+    # Lists, as command lines give them, are tuples in SamplerConfig.
+    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    # Loading takes long: what can be told without the checkpoint is checked before.
+    if preset is not None:
+        preset_fields(preset)
+    of_checkpoint = {"block_size": settings.get("steps_per_block") or 1, "eos_token_id": 0}
+    SamplerConfig(**(of_checkpoint | settings))
+    model = load_checkpoint(path, best=best)
+    if settings.get("seed") is None:
+        settings["seed"] = torch.seed() % 2**31
+    shown = sys.stderr.isatty() if watch is None else watch
+    return Session(
+        model,
+        model.sampler_config(preset, **settings),
+        Console(stderr=True) if shown else None,
+        None if replay is None else Replay(Path(replay)),
+    )
+
+
+def row_part(step: DenoiseStep, start: int) -> DenoiseStep:
+    """A step as seen from position ``start`` on."""
+    parts = {name: value[:, start:] for name, value in vars(step).items() if isinstance(value, torch.Tensor)}
+    return replace(step, **parts)

@@ -1,0 +1,50 @@
+"""The table that both command lines are made of."""
+
+import inspect
+from importlib import import_module
+
+import pytest
+
+from nemo_dllm.collections.diffusion.sampling import sampler_fields
+from nemo_dllm.sampling_commands import COMMANDS, REQUIRED, Command, Option, sampler_options
+
+
+def test_sampler_settings_are_those_of_the_sampler():
+    """Read from the source of the class, without torch: every name, type, default and text."""
+    read = {option.name: option[:2] + (option.default, option.help) for option in sampler_options()}
+    assert read == {name: (name, field.type, field.default, field.help) for name, field in sampler_fields().items()}
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_commands_have_functions_that_take_their_options(command):
+    function = getattr(import_module(f"nemo_dllm.{command.module}"), command.name)
+    names = [option.name for option in command.own] + (["settings"] if command.samples else [])
+    assert sorted(inspect.signature(function).parameters) == sorted(names)
+    assert set(command.alternatives) <= set(names)
+
+
+class Recorder:
+    """Stands for a module with one command."""
+
+    def speak(self, **arguments):
+        self.arguments = arguments
+
+
+def test_what_is_given_reaches_the_function():
+    own = (Option("path", str, "", REQUIRED), Option("loud", bool, "", False))
+    recorder, loaded = Recorder(), []
+
+    def load(name):
+        loaded.append(name)
+        return recorder
+
+    Command("speak", "", "somewhere", own).run({"path": "a", "top_k": None, "steps": 3}, load)
+    assert loaded == ["nemo_dllm.somewhere"]
+    # A setting is handed on where it is given, also as None, which a preset may not be.
+    assert recorder.arguments == {"path": "a", "loud": False, "settings": {"top_k": None, "steps": 3}}
+    Command("speak", "", "somewhere", own, samples=False).run({"path": "a", "loud": True}, load)
+    assert recorder.arguments == {"path": "a", "loud": True}
+    twins = Command("speak", "", "somewhere", own, alternatives=("path", "loud"))
+    with pytest.raises(ValueError, match="path and loud are given; give one of them"):
+        twins.run({"path": "a", "loud": True}, load)
