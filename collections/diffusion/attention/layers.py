@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, flex_or_dense, sdpa
+from nemo_dllm.collections.diffusion.attention.experts import GroupedExperts, can_group
 from nemo_dllm.collections.diffusion.attention.flex import check_no_dropout, flex
 from nemo_dllm.collections.diffusion.attention.mlp import FusedMLP
 from nemo_dllm.collections.diffusion.attention.norms import LOCAL_NORMS
@@ -106,18 +107,21 @@ def diffusion_block_spec(
             f"qk_layernorm=True with normalization={config.normalization!r} is not supported; only RMSNorm is"
         )
     use_te = transformer_impl == "transformer_engine" or (transformer_impl == "auto" and have_transformer_engine())
-    if not use_te:
-        # Both are kernels of Transformer Engine; without it experts run one after another.
-        config.moe_grouped_gemm = config.moe_permute_fusion = False
+    # Kernels of Transformer Engine.
+    config.moe_permute_fusion = bool(config.num_moe_experts) and use_te and torch.cuda.is_available()
     if attention_backend == "auto" and use_te:
         attention_backend = "te"
     if attention_backend == "flex":
         check_no_dropout(config.attention_dropout)
+    # Megatron's own grouped experts, outside Transformer Engine, need a package, and name their weights otherwise.
+    megatron_config = copy.copy(config)
+    megatron_config.moe_grouped_gemm &= use_te
     block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=use_te, normalization=config.normalization, vp_stage=vp_stage
+        megatron_config, use_transformer_engine=use_te, normalization=config.normalization, vp_stage=vp_stage
     )
     norm = None if use_te else LOCAL_NORMS[config.normalization]
-    swap = partial(_swap, core_attention=_core_attention(attention_backend), norm=norm)
+    experts = GroupedExperts if config.moe_grouped_gemm and not use_te and can_group(config) else None
+    swap = partial(_swap, core_attention=_core_attention(attention_backend), norm=norm, experts=experts)
     layer_specs = [swap(spec) for spec in block.layer_specs]
     is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     if layer_specs and is_last_stage and not config.sequence_parallel:
@@ -160,8 +164,8 @@ def _get_shorter_bias_dropout_add(training: bool, fused: bool) -> Callable:
     return shorter
 
 
-def _swap(layer: ModuleSpec, *, core_attention: ModuleSpec, norm: type | None) -> ModuleSpec:
-    """Copy a layer's spec with our fused modules, another core attention and, given one, another norm."""
+def _swap(layer: ModuleSpec, *, core_attention: ModuleSpec, norm: type | None, experts: type | None) -> ModuleSpec:
+    """Copy a layer's spec with our fused modules, another core attention and, given them, other norms and experts."""
     layer = copy.deepcopy(layer)
     attention = layer.submodules.self_attention
     attention.module = FusedSelfAttention
@@ -169,6 +173,8 @@ def _swap(layer: ModuleSpec, *, core_attention: ModuleSpec, norm: type | None) -
     attention.submodules.core_attention = core_attention
     if layer.submodules.mlp.module is MLP:
         layer.submodules.mlp.module = FusedMLP
+    elif experts is not None:
+        layer.submodules.mlp.submodules.experts.module = experts
     if norm is not None:
         for submodules, names in (
             (layer.submodules, ("input_layernorm", "pre_mlp_layernorm")),
