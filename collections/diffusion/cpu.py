@@ -111,6 +111,8 @@ def prepare_model_build(config) -> None:
     ):
         setattr(config, field, False)
     config.use_cpu_initialization = True
+    # gloo still sends an output when the interleaved schedule frees it; a CUDA stream would keep the order.
+    config.deallocate_pipeline_outputs = False
     _adapt_nemo()
     if not tensor_parallel.get_cuda_rng_tracker().is_initialized():
         tensor_parallel.model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)

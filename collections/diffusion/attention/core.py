@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys
+from nemo_dllm.collections.diffusion.attention.context import copies, gather_keys, query_shard
 from nemo_dllm.collections.diffusion.attention.flex import flex
 from nemo_dllm.collections.diffusion.attention.masks import (
     BlockCausal,
@@ -105,14 +106,24 @@ class PatternAttention(nn.Module):
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.sequence_parallel = config.sequence_parallel
+        self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
         self.bidirectional, self.patterned = bidirectional, patterned
 
     def forward(
         self, query_QBHD: Tensor, key_KBGD: Tensor, value_KBGD: Tensor, pattern: Pattern | CachedKeys
     ) -> Tensor:
-        """Returns the context, [Q, B, H * D]. The queries may be the first Q of the K positions only."""
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query_QBHD, key_KBGD, value_KBGD))
+        """Returns the context, [Q, B, H * D]. The queries may be the first Q of the K positions only.
+
+        Under context parallelism, positions are those of this rank's shard, and ``pattern`` that of all.
+        """
         kernel = self.bidirectional if sees_all_real_tokens(pattern) else self.patterned
+        if self.context_group is not None:
+            tokens = len(key_KBGD) // copies(pattern)
+            key_KBGD, value_KBGD = gather_keys(key_KBGD, value_KBGD, pattern, self.context_group)
+            # A key mask is the same for all queries.
+            if not sees_all_real_tokens(pattern):
+                pattern = query_shard(pattern, self.context_group.rank(), tokens)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query_QBHD, key_KBGD, value_KBGD))
         dropout = self.dropout if self.training else 0.0
         if dropout and not self.sequence_parallel:
             with get_cuda_rng_tracker().fork():

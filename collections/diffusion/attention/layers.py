@@ -28,7 +28,6 @@ TRANSFORMER_IMPLS = ("auto", "local", "transformer_engine")
 
 # Fields of a config that ask for more than these layers do, and their plain values.
 _PLAIN = {
-    "context_parallel_size": 1,
     "mtp_num_layers": None,
     "multi_latent_attention": False,
     "softmax_type": "vanilla",
@@ -91,7 +90,8 @@ def diffusion_block_spec(
         attention_backend: what computes attention where every token sees every real token, and elsewhere:
             ``sdpa`` (torch's fused kernels; elsewhere with a dense mask), ``te`` (Transformer Engine; elsewhere
             FlexAttention), ``flex`` (FlexAttention for all), ``eager`` (spelled out, for tests) or ``auto``: ``te``
-            with Transformer Engine's layers, else ``sdpa``; elsewhere FlexAttention on a GPU, ``sdpa`` on a CPU.
+            with Transformer Engine's layers and without context parallelism, else ``sdpa``; elsewhere FlexAttention on
+            a GPU, ``sdpa`` on a CPU.
 
     Raises:
         ValueError: for what these layers do not compute, naming the field.
@@ -109,7 +109,12 @@ def diffusion_block_spec(
     use_te = transformer_impl == "transformer_engine" or (transformer_impl == "auto" and have_transformer_engine())
     # Kernels of Transformer Engine.
     config.moe_permute_fusion = bool(config.num_moe_experts) and use_te and torch.cuda.is_available()
-    if attention_backend == "auto" and use_te:
+    if attention_backend == "te" and config.context_parallel_size > 1:
+        raise ValueError(
+            f"attention_backend='te' is not supported with context_parallel_size={config.context_parallel_size}: a "
+            "rank's queries meet the keys of all; use 'auto', which then takes torch's kernels, 'sdpa' or 'flex'"
+        )
+    if attention_backend == "auto" and use_te and config.context_parallel_size == 1:
         attention_backend = "te"
     if attention_backend == "flex":
         check_no_dropout(config.attention_dropout)

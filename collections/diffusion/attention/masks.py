@@ -52,7 +52,8 @@ def document_positions(document_BL: Tensor) -> Tensor:
     return index_L - (index_L * begins_BL).cummax(dim=1).values
 
 
-def _built() -> dict:
+def built_field() -> dict:
+    """Field of a pattern for what is made of it, see :func:`built_once`."""
     return field(default_factory=dict, init=False, repr=False, compare=False)
 
 
@@ -67,7 +68,7 @@ class Bidirectional:
 
     key_mask_BL: Tensor | None = None
     document_BL: Tensor | None = None
-    built: dict = _built()
+    built: dict = built_field()
 
     def __post_init__(self):
         _normalise(self)
@@ -96,7 +97,7 @@ class BlockCausal:
     key_mask_BL: Tensor | None = None
     document_BL: Tensor | None = None
     position_BL: Tensor | None = None
-    built: dict = _built()
+    built: dict = built_field()
 
     def __post_init__(self):
         _normalise(self)
@@ -133,7 +134,7 @@ class NoisyClean:
     position_BL: Tensor | None = None
     clean_causal: bool = False
     clean_output: bool = False
-    built: dict = _built()
+    built: dict = built_field()
 
     def __post_init__(self):
         _normalise(self)
@@ -162,6 +163,11 @@ class NoisyClean:
 Pattern = Bidirectional | BlockCausal | NoisyClean
 
 
+def _tensors(pattern: Pattern) -> list[Tensor]:
+    # What wraps a pattern has its tensors.
+    return [value for value in vars(getattr(pattern, "whole", pattern)).values() if isinstance(value, Tensor)]
+
+
 def sees_all_real_tokens(pattern: Pattern) -> bool:
     """True where a key mask, or none, says it all: the case that every fused kernel takes."""
     return isinstance(pattern, Bidirectional) and pattern.document_BL is None
@@ -174,7 +180,7 @@ def sees_all_tokens(pattern: Pattern) -> bool:
 
 def num_samples(pattern: Pattern) -> int:
     """Samples that a pattern tells apart: B, or 1 where all are alike."""
-    return next((len(value) for value in vars(pattern).values() if isinstance(value, Tensor)), 1)
+    return next((len(value) for value in _tensors(pattern)), 1)
 
 
 def check_shape(pattern: Pattern, samples: int, positions: int) -> None:
@@ -223,7 +229,7 @@ def built_once(build: Callable) -> Callable:
 
     @wraps(build)
     def build_or_find(pattern: Pattern, *shape: object):
-        if not any(isinstance(value, Tensor) for value in vars(pattern).values()):
+        if not _tensors(pattern):
             return shared(pattern, *shape)
         key = (build, *shape)
         if key not in pattern.built:

@@ -68,7 +68,7 @@ class FusedSelfAttention(SelfAttention):
             interleaved=self.config.rotary_interleaved,
         )
         if self.drop_clean and isinstance(attention_bias, NoisyClean):
-            query = query[: attention_bias.output_length]
+            query = query[: attention_bias.output_length // self.config.context_parallel_size]
         if isinstance(attention_bias, CachedKeys):
             key_BLGD, value_BLGD = attention_bias.exchange(
                 self.layer_number, key.transpose(0, 1), value.transpose(0, 1)

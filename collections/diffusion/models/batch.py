@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nemo_dllm.collections.diffusion.attention.context import copies, take_shard
 from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, NoisyClean, Pattern
 from nemo_dllm.collections.diffusion.models.balancing import RoutedTokens, routed_tokens
 from nemo_dllm.collections.diffusion.models.core import Targets
@@ -104,6 +105,36 @@ def _model_input(
 def _time_bucket(time_N: Tensor) -> Tensor:
     bucket_N = (time_N * NUM_TIME_BUCKETS).ceil().long().sub(1).clamp(0, NUM_TIME_BUCKETS - 1)
     return bucket_N.masked_fill(time_N == 0, CLEAN_BUCKET)
+
+
+def shard_context(batch: DiffusionBatch, rank: int, ranks: int) -> DiffusionBatch:
+    """A context-parallel rank's shard of a micro-batch (``attention.context``): its input and its targets.
+
+    The pattern stays that of all positions. The counts are the first rank's, as sums over ranks count each once.
+    """
+    if ranks == 1:
+        return batch
+    rows, positions = batch.input_ids.shape
+    tokens = positions // copies(batch.pattern)
+    position_N, sample_N = batch.targets.row_N // rows, batch.targets.row_N % rows
+    copy_N, token_N = position_N // tokens, position_N % tokens
+    shard = tokens // ranks
+    here_N = token_N // shard == rank
+    local_N = copy_N * shard + token_N % shard
+    first = rank == 0
+    routed = batch.routed
+    if routed is not None:
+        routed = routed._replace(kind_RS=take_shard(routed.kind_RS, 1, batch.pattern, rank, ranks))
+    return DiffusionBatch(
+        input_ids=take_shard(batch.input_ids, 1, batch.pattern, rank, ranks),
+        pattern=batch.pattern,
+        targets=Targets(*(x[here_N] for x in batch.targets._replace(row_N=local_N * rows + sample_N))),
+        nll_weight_N=batch.nll_weight_N[here_N],
+        time_bucket_N=batch.time_bucket_N[here_N],
+        count=batch.count * first,
+        counts_3=batch.counts_3 * first,
+        routed=routed,
+    )
 
 
 def to_device(batch: DiffusionBatch) -> DiffusionBatch:

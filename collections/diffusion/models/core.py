@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys
+from nemo_dllm.collections.diffusion.attention.context import take_shard
 from nemo_dllm.collections.diffusion.attention.masks import (
     Bidirectional,
     NoisyClean,
@@ -99,6 +100,9 @@ class DiffusionCore(MegatronGPTModel):
     ) -> Tensor | HeadOutput:
         """Run this pipeline stage.
 
+        Under context parallelism inputs, targets and results are of this rank's shard (``attention.context``); the
+        pattern is that of all positions.
+
         Args:
             input_ids: int64 [B, S].
             position_ids: int64 [S] (shared by all samples) or [B, S]; None counts 0..S-1, in both halves of
@@ -124,10 +128,13 @@ class DiffusionCore(MegatronGPTModel):
         pattern = attention_mask
         if pattern is None or isinstance(pattern, Tensor):
             pattern = Bidirectional(pattern)
+        contexts = self.pg_collection.cp.size()
         if not isinstance(pattern, CachedKeys):
-            check_shape(pattern, *input_ids.shape)
+            check_shape(pattern, len(input_ids), input_ids.size(1) * contexts)
             if position_ids is None:
                 position_ids = token_positions(pattern, input_ids.device)
+                if contexts > 1:
+                    position_ids = self._shard_of_positions(pattern, position_ids, input_ids)
         hidden_SBH = self.decoder(
             hidden_states=self._embed(input_ids, position_ids) if self.pre_process else None,
             # A pattern is no tensor: see FusedSelfAttention.
@@ -141,8 +148,15 @@ class DiffusionCore(MegatronGPTModel):
             return self._logits(hidden_SBH.flatten(0, 1)[logits_at_N, None])[0]
         if targets is None:
             logits_BSV = self._logits(hidden_SBH)
-            return logits_BSV[:, : pattern.output_length] if isinstance(pattern, NoisyClean) else logits_BSV
+            read = pattern.output_length // contexts if isinstance(pattern, NoisyClean) else None
+            return logits_BSV[:, :read]
         return self._score(hidden_SBH, targets)
+
+    def _shard_of_positions(self, pattern: Pattern, position_ids: Tensor | None, input_ids: Tensor) -> Tensor:
+        group = self.pg_collection.cp
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.size(1) * group.size(), device=input_ids.device)
+        return take_shard(position_ids, position_ids.dim() - 1, pattern, group.rank(), group.size())
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
         if position_ids is None and self.position_embedding_type == "learned_absolute":

@@ -6,6 +6,7 @@ from functools import partial
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from megatron.core import parallel_state
 from nemo.collections.llm.gpt.model.base import GPTConfig, GPTModel, default_layer_spec
 from nemo.lightning.pytorch.optim import OptimizerModule
 
@@ -13,7 +14,7 @@ from nemo_dllm.collections.diffusion import cpu
 from nemo_dllm.collections.diffusion.attention.layers import check_layer_choice, diffusion_block_spec
 from nemo_dllm.collections.diffusion.models.adam import use_group_step_adam
 from nemo_dllm.collections.diffusion.models.balancing import give_to_layers
-from nemo_dllm.collections.diffusion.models.batch import DiffusionBatch, corrupt_batch, to_device
+from nemo_dllm.collections.diffusion.models.batch import DiffusionBatch, corrupt_batch, shard_context, to_device
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore, HeadOutput, Targets
 from nemo_dllm.collections.diffusion.models.loss import DiffusionLossReduction
 from nemo_dllm.collections.diffusion.models.moe_layer import adopt_moe_layers, check_balance_over
@@ -79,6 +80,9 @@ class DiffusionModel(GPTModel):
             transformer_impl=self.transformer_impl,
             attention_backend=self.attention_backend,
         )
+        if config.virtual_pipeline_model_parallel_size:
+            # Between two stages, batched messages to the next and to the previous one would be mistaken for each other.
+            config.overlap_p2p_comm, config.batch_p2p_comm = True, False
         named = config.vocab_size
         config.vocab_size = built
         super().configure_model(vp_stage)
@@ -105,6 +109,13 @@ class DiffusionModel(GPTModel):
         if self.objective.group_size is None:
             self.objective.group_size = self.trainer.datamodule.global_batch_size
 
+    def on_train_start(self) -> None:
+        """Let all virtual stages of this rank draw the same noise; NeMo makes those after the first anew."""
+        for chunk in self.trainer.strategy.megatron_parallel:
+            chunk.objective = self.objective
+
+    on_validation_start = on_train_start
+
     def forward(self, input_ids, position_ids=None, attention_mask=None, targets: Targets | None = None):
         """See :meth:`DiffusionCore.forward`."""
         return self.module(input_ids, position_ids, attention_mask, targets=targets)
@@ -124,7 +135,10 @@ class DiffusionModel(GPTModel):
         if isinstance(batch, tuple):  # Lightning adds indices.
             batch = batch[0]
         routes = bool(self.config.num_moe_experts)
-        return to_device(corrupt_batch(batch, self.objective, validation=validation, routes=routes))
+        # Drawn whole, then cut: context-parallel peers see one draw.
+        batch = corrupt_batch(batch, self.objective, validation=validation, routes=routes)
+        group = parallel_state.get_context_parallel_group()
+        return to_device(shard_context(batch, group.rank(), group.size()))
 
     def forward_step(self, batch: DiffusionBatch) -> torch.Tensor | HeadOutput:
         """Hidden states of this pipeline stage, or the head's output on the last."""

@@ -1,16 +1,38 @@
-"""How Megatron's checkpoint writers hand their results over."""
+"""How Megatron's checkpoint writers work where saving is synchronous: in this process, without others."""
 
 import queue
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 
 def keep_write_results_in_process() -> None:
-    """Let a synchronous save pass its results through a plain queue of this process.
+    """Let a synchronous save write its files in threads, and pass its results through a plain queue of this process.
 
-    Megatron spawns a process for that queue, which only an asynchronous save needs. Spawning imports the user's script
-    once more: a script without a main guard hangs there, any other waits for the import, and a killed run leaves that
-    process behind with its output still open.
+    Megatron forks a process for each file and spawns one for the queue, which only an asynchronous save needs. A forked
+    one dies of the Ctrl-C that reaches all of a terminal, and the save waits for it for ever; one forked beside CUDA or
+    other threads may hang on its own. Spawning imports the user's script once more: a script without a main guard hangs
+    there, any other waits for the import, and a killed run leaves that process behind with its output still open.
     """
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
+    FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_in_threads)
+
+
+def _write_in_threads(transforms: list, use_msc: bool, rank: int, buckets: Sequence, results: queue.Queue) -> None:
+    """As Megatron's: write each bucket to its file, and put {number: results of its items} or an error on a queue."""
+    written, under_way = queue.Queue(), queue.Queue()
+
+    def write(numbered: tuple) -> None:
+        number, bucket = numbered
+        under_way.put(number)
+        fields = {"use_msc": True} if use_msc else {}
+        FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, written, under_way, True, **fields)
+
+    with ThreadPoolExecutor(max_workers=len(buckets)) as pool:
+        list(pool.map(write, enumerate(buckets)))
+    outcomes = dict(written.get() for _ in buckets)
+    errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
+    results.put(errors[0] if errors else outcomes)
