@@ -65,7 +65,7 @@ ROOMS = {
     ),
     "collections.diffusion.evaluation": Room("torch sampling inference", inside="lm_eval transformers datasets"),
     "collections.diffusion.serving": Room(
-        "torch fastapi starlette uvicorn pydantic prometheus_client sampling", inside="inference transformers jinja2"
+        "torch fastapi starlette uvicorn pydantic prometheus_client sampling", inside="inference transformers"
     ),
     "connectors": Room(
         "torch nemo megatron lightning safetensors models cpu single_process connectors.modeling "

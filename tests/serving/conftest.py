@@ -54,12 +54,13 @@ class ByteTokenizer:
     def decode(self, ids):
         return bytes(id for id in ids if id < 256).decode(errors="replace")
 
-    def apply_chat_template(self, messages, *, chat_template, tokenize, return_dict, **variables):
+    def apply_chat_template(self, messages, *, chat_template, tokenize, **variables):
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        assert not tokenize
         variables.setdefault("add_generation_prompt", False)
         texts, _ = render_jinja_template([messages], chat_template=chat_template or self.chat_template, **variables)
-        return self.encode(texts[0]) if tokenize else texts[0]
+        return texts[0]
 
 
 class ToyModel:

@@ -141,6 +141,16 @@ def test_the_servers_settings_give_way_to_the_requests(kit):
         assert server.post("/v1/completions", {"prompt": "a"}).json()["usage"]["completion_tokens"] == 7
 
 
+def test_the_servers_seed_and_length_are_defaults(kit):
+    settings = {"seed": 5, "max_length": 12, "temperature": 1.0}
+    with kit.running(kit.ToyModel(), settings=settings) as server:
+        texts = {
+            server.post("/v1/completions", {"prompt": "ab", **more}).json()["choices"][0]["text"] for more in ({}, {})
+        }
+        assert texts == {expected(kit, server.model, list(b"ab"), 5, 10, temperature=1.0)}
+        assert server.client().models.retrieve("toy").max_length == 12
+
+
 def test_a_completion_without_a_length_takes_the_room_that_there_is(kit):
     with kit.running(kit.ToyModel(seq_length=20)) as server:
         assert server.post("/v1/completions", {"prompt": "a" * 15}).json()["usage"]["completion_tokens"] == 5

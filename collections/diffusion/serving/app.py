@@ -108,7 +108,7 @@ class Endpoints:
         """
         if name != self._model.name:
             raise RequestError(404, f"the model {name!r} does not exist", "model", "model_not_found")
-        limits = {"max_length": self._model.max_length, "max_new_tokens": self._limits.max_new_tokens}
+        limits = {"max_length": self._model.max_length, "max_completion_tokens": self._limits.max_completion_tokens}
         return {"id": name, "object": "model", "created": 0, "owned_by": "nemo-dllm", **limits}
 
     def settings(self) -> dict[str, Any]:

@@ -43,22 +43,26 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the conversation.
         """
-        return self._render(messages, add_generation_prompt=True, tokenize=True, **variables)
+        return self._encode(self._render(messages, add_generation_prompt=True, **variables))
 
-    def _render(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Any:
-        from jinja2 import TemplateError
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
+    def _render(self, messages: Sequence[Mapping[str, str]], **variables: Any) -> str:
+        turns = [dict(message) for message in messages]
         try:
-            return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], chat_template=self._template, return_dict=False, **options
-            )
-        except (TemplateError, TypeError) as error:
+            return self._tokenizer.apply_chat_template(turns, chat_template=self._template, tokenize=False, **variables)
+        except Exception as error:
+            # Templates are programs, and fail as these do.
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
     def _find_end(self) -> tuple[int, ...]:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
-        _, found, behind = self._render(turns, tokenize=False).rpartition(_PROBE)
-        ids = self._tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"] if found else []
+        try:
+            _, found, behind = self._render(turns).rpartition(_PROBE)
+        except ValueError:
+            return ()
+        ids = self._encode(behind.lstrip()) if found else []
         special = {id for id, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         return tuple(id for id in ids[:1] if id in special)
 

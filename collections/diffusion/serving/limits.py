@@ -12,8 +12,7 @@ class ServerLimits:
         max_batch_tokens: positions of a batch, padding included. A longer row runs alone.
         max_waiting_rows: rows in the queue; a request that finds no room is refused with status 429.
         max_rows_per_request: prompts times samples of one request.
-        max_new_tokens: tokens per completion.
-        max_length: prompt, completion and suffix together, in tokens; None is what the model was trained for.
+        max_completion_tokens: tokens per completion that a request may ask for.
         max_body_bytes: size of a request.
         timeout_seconds: from a request's arrival to its last token.
     """
@@ -22,13 +21,12 @@ class ServerLimits:
     max_batch_tokens: int = 16_384
     max_waiting_rows: int = 256
     max_rows_per_request: int = 16
-    max_new_tokens: int = 1_024
-    max_length: int | None = None
+    max_completion_tokens: int = 1_024
     max_body_bytes: int = 1_000_000
     timeout_seconds: float = 300.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and value < 1:
+            if value < 1:
                 raise ValueError(f"{field.name}={value} must be at least 1")

@@ -109,7 +109,7 @@ class Planner:
         self, request: CompletionRequest | ChatRequest, length: "_Length", end_token_ids: Sequence[int]
     ) -> tuple[SamplerConfig, tuple[str, ...]]:
         """The sampler's settings, and the texts that end a completion."""
-        limit = self._limits.max_new_tokens
+        limit = self._limits.max_completion_tokens
         if length.asked is not None and length.asked > limit:
             message = f"{length.field}={length.asked} is more than the {limit} of this server"
             raise RequestError(422, message, length.field, "invalid_value")
@@ -155,7 +155,7 @@ class Planner:
         room = self._model.max_length - given
         least = length.asked or 1
         if room >= least:
-            return length.asked or min(config.max_new_tokens, room, self._limits.max_new_tokens)
+            return length.asked or min(config.max_new_tokens, room, self._limits.max_completion_tokens)
         fix = f"shorten {source}" + (f" or lower {length.field}" if length.asked else "")
         raise RequestError(
             422,
@@ -182,7 +182,8 @@ def _plan(
 ) -> Plan:
     if request.canvas and not request.stream:
         raise RequestError(422, "canvas=true shows the steps of a stream; set stream=true as well", "canvas")
-    seed = secrets.randbits(63) if request.seed is None else request.seed
+    seeds = (request.seed, config.seed, secrets.randbits(63))
+    seed = next(seed for seed in seeds if seed is not None)
     # Samples share their prompt.
     prompt_tokens = sum(len(choice.prompt) + len(suffix) for choice in choices if choice.row_id == 0)
     return Plan(choices, suffix, config, seed, stops, context_tokens, prompt_tokens)

@@ -38,10 +38,15 @@ class ServedModel:
         preset: how it is sampled where a request says nothing; None is the checkpoint's own way.
         settings: further fields of ``SamplerConfig``, which win over the preset's.
         chat_template: Jinja text in place of the tokenizer's.
-        max_length: prompt, completion and suffix together, in tokens; None is what the model was trained for.
+
+    Attributes:
+        default_config: how requests are sampled that say nothing.
+        max_length: of prompt, completion and suffix together, in tokens: that of the settings, or else of the training
+            samples.
+        vocab_size: ids that the model scores.
 
     Raises:
-        ValueError: the checkpoint has no tokenizer, or the settings do not fit it.
+        ValueError: the checkpoint has no tokenizer, the settings do not fit it, or the template is broken.
     """
 
     def __init__(
@@ -52,16 +57,17 @@ class ServedModel:
         preset: str | None = None,
         settings: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
-        max_length: int | None = None,
     ):
         if loaded.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer, so there is no text to serve; add its tokenizer files")
         self.loaded, self.name = loaded, name
         self._preset, self._settings, self._template = preset, dict(settings or {}), chat_template
-        self.max_length = max_length or loaded.seq_length
         probe_BT = torch.full((1, 1), loaded.mask_token_id, device=loaded.device)
         self.vocab_size = loaded.denoiser(probe_BT, key_mask_BT=None).shape[-1]
         self.default_config = loaded.sampler_config(preset, **self._settings)
+        self.max_length = self.default_config.max_length or loaded.seq_length
+        if chat_template is not None:
+            self.chat_template.prompt([{"role": "user", "content": "?"}], {})
 
     @cached_property
     def chat_template(self) -> ChatTemplate:

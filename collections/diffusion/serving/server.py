@@ -1,8 +1,11 @@
 """A server for the model of a checkpoint."""
 
 import logging
+import os
 import socket
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from nemo_dllm.collections.diffusion.serving.limits import ServerLimits
 from nemo_dllm.collections.diffusion.serving.served_model import ServedModel
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+KEY_VARIABLE = "NEMO_DLLM_API_KEY"
 # Seconds that open streams get to end when the server is told to stop.
 SHUTDOWN_SECONDS = 10
 
@@ -28,8 +32,8 @@ def serve(
     api_key: str | None = None,
     chat_template: str | Path | None = None,
     preset: str | None = None,
-    limits: ServerLimits | None = None,
-    **settings: Any,
+    settings: Mapping[str, Any] | None = None,
+    **limits: Any,
 ) -> None:
     """Serve the model of a checkpoint until the process is told to stop.
 
@@ -38,47 +42,54 @@ def serve(
         host: the address to listen at; the default is for this machine alone.
         port: the port; 0 takes a free one, which is printed.
         name: what clients call the model; None is the name of the folder.
-        api_key: what clients have to send; None lets everybody in who reaches the port.
+        api_key: what clients have to send; None takes the environment's NEMO_DLLM_API_KEY, and without one lets
+            everybody in who reaches the port.
         chat_template: file with a Jinja template in place of the tokenizer's.
         preset: of ``sampling.PRESETS``, for requests that name none; None is the checkpoint's own.
-        limits: of requests, batches and the queue.
         settings: further fields of ``SamplerConfig``, for requests that name no preset.
+        limits: fields of ``ServerLimits``.
 
     Raises:
-        FileNotFoundError, ValueError: there is no checkpoint to sample from, or the settings do not fit it.
-        OSError: the port is taken.
+        FileNotFoundError, ValueError: there is no checkpoint to sample from, or the settings do not fit it, or
+            the port is taken.
     """
+    bounds = ServerLimits(**limits)
+    template = read_template(chat_template)
+    api_key = api_key or os.environ.get(KEY_VARIABLE)
+    # Before what takes a while.
+    listening = _listen(host, port)
     from nemo_dllm.collections.diffusion.inference import load_checkpoint
 
-    limits = ServerLimits() if limits is None else limits
-    template = read_template(chat_template)
-    # Before the model is loaded, which takes a while.
-    listening = _listen(host, port)
     model = ServedModel(
         load_checkpoint(path, best=best),
         name or Path(path).resolve().name,
         preset=preset,
         settings=settings,
         chat_template=template,
-        max_length=limits.max_length,
     )
     if host not in LOOPBACK and api_key is None:
-        print(f"note: {host} is open to others; set an API key", file=sys.stderr)
+        print(f"note: {host} is open to others; set an API key ({KEY_VARIABLE})", file=sys.stderr)
+    listening.listen()
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {model.name} at http://{shown}:{listening.getsockname()[1]} (API under /v1)", flush=True)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     config = uvicorn.Config(
-        create_app(model, limits, api_key=api_key),
+        create_app(model, bounds, api_key=api_key),
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    # uvicorn ends open requests, and then passes the interrupt on.
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listening])
 
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind((host, port))
+    try:
+        listening.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"port={port} of host={host} cannot be used ({error}); choose others") from error
     return listening
