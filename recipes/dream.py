@@ -9,6 +9,7 @@ DREAM = RecipeFamily(
     title="Dream",
     mask_token_id=151666,
     right_shift=True,
+    bos_token_id=151665,
     kinds=("mdlm",),
     sizes={"7b": Size(DreamConfig7B, 7_615_616_512, Layout(tensor=4), micro_batch_size=2)},
 )

@@ -16,6 +16,7 @@ from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion
 from nemo_dllm.recipes import tasks
 from nemo_dllm.recipes.builder import FUSIONS, Layout, Schedule, diffusion_recipe, register
+from nemo_dllm.recipes.datasets import check_tokenizer, pretraining_data, supervised_data
 
 SEQ_LENGTH = 4096
 GLOBAL_BATCH_SIZE = 256
@@ -84,11 +85,23 @@ class Task:
     run: Callable
     command: Callable
     summary: str
+    dataset: str
+    """What it trains on."""
 
 
 TASKS = {
-    "pretrain": Task(tasks.pretrain, llm.pretrain, "Pretrain {purpose}."),
-    "finetune": Task(tasks.finetune, llm.finetune, "Fine-tune {purpose}, all weights."),
+    "pretrain": Task(
+        tasks.pretrain,
+        llm.pretrain,
+        "Pretrain {purpose}.",
+        "prefix of .bin and .idx files, or text file or folder; None is random tokens",
+    ),
+    "finetune": Task(
+        tasks.finetune,
+        llm.finetune,
+        "Fine-tune {purpose}, all weights.",
+        "file or folder of chats, prompts with completions or instructions; None is a few questions",
+    ),
 }
 
 
@@ -107,6 +120,10 @@ class RecipeFamily:
     """Keys of ``KINDS``; names of recipes have them where there are several."""
     objective: Mapping[str, object] = field(default_factory=dict)
     """Fields of the objective in which the family differs from its kind."""
+    bos_token_id: int | None = None
+    """Put before documents in pretraining, where logits are shifted."""
+    supervise_padding: bool = False
+    """Whether fine-tuning trains pads."""
 
 
 FAMILIES: list[RecipeFamily] = []
@@ -122,6 +139,8 @@ def family_recipe(
     name: str,
     dir: str | None = None,
     init_from: str | None = None,
+    dataset: str | None = None,
+    tokenizer: str | None = None,
 ) -> run.Partial:
     """The recipe of one size, kind and task.
 
@@ -133,14 +152,20 @@ def family_recipe(
         name: of the run.
         dir: folder of the run's folder.
         init_from: what to start from, see ``recipes.start.StartFrom``.
+        dataset: what to train on, see ``recipes.datasets``.
+        tokenizer: of it; a checkpoint brings its own.
 
     Raises:
-        ValueError: for a size, kind or task that there is not, listing those there are.
+        ValueError: for a size, kind or task that there is not, listing those there are, and as
+            :func:`check_tokenizer`.
+        FileNotFoundError: see :func:`pretraining_data`.
     """
     for field_name, value, known in (("size", size, family.sizes), ("kind", kind, family.kinds), ("task", task, TASKS)):
         if value not in known:
             raise ValueError(f"{field_name}={value!r} of {family.name} is unknown; choose from {', '.join(known)}")
+    check_tokenizer(dataset, tokenizer, init_from)
     facts, model_kind = family.sizes[size], KINDS[kind]
+    objective = {**model_kind.fields, **family.objective}
     recipe = diffusion_recipe(
         TASKS[task].run,
         model=run.Config(
@@ -150,17 +175,18 @@ def family_recipe(
                 model_kind.objective,
                 mask_token_id=family.mask_token_id,
                 right_shift=family.right_shift,
-                **{**model_kind.fields, **family.objective},
+                **objective,
             ),
         ),
-        data=run.Config(
-            MockDataModule,
+        data=_data(
+            family,
+            task,
+            dataset,
+            tokenizer,
+            has_tokenizer=tokenizer is not None or init_from is not None,
+            block_size=objective.get("block_size"),
             vocab_size=facts.vocab_size,
-            mask_token_id=family.mask_token_id,
-            seq_length=SEQ_LENGTH,
             micro_batch_size=max(1, facts.micro_batch_size // model_kind.positions_per_token),
-            global_batch_size=GLOBAL_BATCH_SIZE,
-            num_val_rows=GLOBAL_BATCH_SIZE,
         ),
         schedule=_schedule(task, facts, starts_trained=model_kind.adopts or init_from is not None),
         name=name,
@@ -169,6 +195,32 @@ def family_recipe(
     )
     recipe.init_from = init_from
     return recipe
+
+
+def _data(
+    family: RecipeFamily,
+    task: str,
+    dataset: str | None,
+    tokenizer: str | None,
+    *,
+    has_tokenizer: bool,
+    block_size: int | None,
+    vocab_size: int,
+    micro_batch_size: int,
+) -> run.Config:
+    """Without a data set, random tokens; but questions for a fine-tuning that has a tokenizer."""
+    sizes = {
+        "seq_length": SEQ_LENGTH,
+        "micro_batch_size": micro_batch_size,
+        "global_batch_size": GLOBAL_BATCH_SIZE,
+        "num_val_rows": GLOBAL_BATCH_SIZE,
+    }
+    if task == "finetune" and has_tokenizer:
+        supervised = {"block_size": block_size, "supervise_padding": family.supervise_padding}
+        return supervised_data(dataset, tokenizer, **supervised, **sizes)
+    if dataset is not None:
+        return pretraining_data(dataset, tokenizer, bos_token_id=family.bos_token_id, **sizes)
+    return run.Config(MockDataModule, vocab_size=vocab_size, mask_token_id=family.mask_token_id, **sizes)
 
 
 def _schedule(task: str, size: Size, starts_trained: bool) -> Schedule:
@@ -196,8 +248,16 @@ def register_family(family: RecipeFamily) -> None:
 
 
 def _factory(family: RecipeFamily, size: str, kind: str, task: str) -> Callable[..., run.Partial]:
-    def factory(*, name: str, dir: str | None = None, init_from: str | None = None) -> run.Partial:
-        return family_recipe(family, size, kind, task, name=name, dir=dir, init_from=init_from)
+    def factory(
+        *,
+        name: str,
+        dir: str | None = None,
+        init_from: str | None = None,
+        dataset: str | None = None,
+        tokenizer: str | None = None,
+    ) -> run.Partial:
+        start = {"init_from": init_from, "dataset": dataset, "tokenizer": tokenizer}
+        return family_recipe(family, size, kind, task, name=name, dir=dir, **start)
 
     purpose = KINDS[kind].purpose.format(family=f"{family.title} {size.replace('p', '.').upper()}")
     factory.__doc__ = f"""{TASKS[task].summary.format(purpose=purpose)}
@@ -207,5 +267,7 @@ def _factory(family: RecipeFamily, size: str, kind: str, task: str) -> Callable[
         name: of the run.
         init_from: folder of a Hugging Face checkpoint, its name on the Hub (hf://NAME), or folder of a NeMo checkpoint;
             None starts from random weights.
+        dataset: {TASKS[task].dataset}.
+        tokenizer: Hugging Face folder or name, for random weights; a checkpoint brings its own.
     """
     return factory

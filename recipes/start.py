@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import lightning.pytorch as pl
-from nemo.lightning import AutoResume, RestoreConfig
+from nemo.lightning import AutoResume, RestoreConfig, io
 from nemo.utils import AppState
 
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
@@ -47,6 +47,8 @@ class StartFrom(ResumeLatest):
             self.restore_config = RestoreConfig(path=str(source))
             if read_origin(source) is not None:
                 adopt_import(model, source)
+            elif model.tokenizer is None:
+                model.tokenizer = io.load_context(source, subpath="model").tokenizer
         else:
             self._start_from_hf(trainer, model)
         if model.tokenizer is not None and getattr(self.data.__io__, "tokenizer", None) is None:

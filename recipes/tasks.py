@@ -15,6 +15,7 @@ from nemo_dllm.collections.diffusion.attention.layers import have_transformer_en
 from nemo_dllm.collections.diffusion.data.batch_sizes import check_batch_sizes
 from nemo_dllm.collections.diffusion.models.lora import LoRA
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
+from nemo_dllm.collections.diffusion.objectives import Objective
 from nemo_dllm.recipes.start import start_from
 
 
@@ -96,6 +97,7 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
     check_batch_sizes(data.global_batch_size, data.micro_batch_size, world_size // model_size)
     _check_positions(config, data.seq_length)
     _check_divisible(config, strategy, data.seq_length)
+    _check_rows(model.objective, data, strategy)
     if trainer.max_steps < 1:
         raise ValueError(f"trainer.max_steps={trainer.max_steps} must be the number of optimizer steps, at least 1")
     if trainer.limit_train_batches != 1.0:
@@ -144,6 +146,28 @@ def _check_positions(config, seq_length: int) -> None:
         raise ValueError(
             f"data.seq_length={seq_length} is longer than the model's positions, model.config.{field}={limit}; "
             "choose a shorter sequence"
+        )
+
+
+def _check_rows(objective: Objective, data: pl.LightningDataModule, strategy: nl.MegatronStrategy) -> None:
+    """Check what rows of other lengths than ``data.seq_length``, and several samples in a row, ask of the layout."""
+    multiple = getattr(data, "pad_to_multiple_of", None)
+    tensor, pipeline = strategy.tensor_model_parallel_size, strategy.pipeline_model_parallel_size
+    if multiple is not None and pipeline > 1:
+        raise ValueError(
+            f"data.pad_to_multiple_of={multiple} makes rows of different lengths, which the "
+            f"trainer.strategy.pipeline_model_parallel_size={pipeline} stages cannot exchange; set it to None"
+        )
+    if multiple is not None and strategy.sequence_parallel and multiple % tensor:
+        raise ValueError(
+            f"data.pad_to_multiple_of={multiple} is not divisible by trainer.strategy.tensor_model_parallel_size="
+            f"{tensor}, into which sequence parallelism cuts rows; choose a multiple of it"
+        )
+    block = objective.block_size
+    if block is not None and getattr(data, "packing", False) and (data.block_size or 1) % block:
+        raise ValueError(
+            f"data.packing=True puts samples side by side in a row, and with data.block_size={data.block_size} they do "
+            f"not end where blocks of model.objective.block_size={block} do; set data.block_size={block}"
         )
 
 

@@ -42,7 +42,7 @@ def test_holds_the_sources_of_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     sources = [path for folder in ("collections", "connectors", "recipes") for path in (ROOT / folder).rglob("*.py")]
-    sources += [*ROOT.glob("*.py"), *(ROOT / "collections").rglob("*.html")]
+    sources += [*ROOT.glob("*.py"), *(ROOT / "collections").rglob("*.html"), *(ROOT / "collections").rglob("*.jsonl")]
     assert names == {f"nemo_dllm/{path.relative_to(ROOT)}" for path in sources}
 
 

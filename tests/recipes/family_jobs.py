@@ -5,6 +5,7 @@ import torch
 
 import nemo_dllm.recipes  # noqa: F401
 from nemo_dllm.collections.diffusion import cpu
+from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
 from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
 from nemo_dllm.connectors.families import find_family
 from nemo_dllm.connectors.hf_export import export_hf_checkpoint
@@ -19,8 +20,9 @@ def shrink(recipe, hf_config, mask_token_id):
         if value is not None:
             setattr(recipe.model.config, name, value)
     recipe.model.config.seq_length = recipe.data.seq_length = SEQ_LENGTH
-    recipe.model.objective.mask_token_id = recipe.data.mask_token_id = mask_token_id
-    recipe.data.vocab_size = hf_config["vocab_size"]
+    recipe.model.objective.mask_token_id = mask_token_id
+    if recipe.data.__fn_or_cls__ is MockDataModule:
+        recipe.data.mask_token_id, recipe.data.vocab_size = mask_token_id, hf_config["vocab_size"]
     recipe.data.micro_batch_size, recipe.data.global_batch_size, recipe.data.num_val_rows = 2, 4, 4
     strategy = recipe.trainer.strategy
     strategy.tensor_model_parallel_size = strategy.pipeline_model_parallel_size = 1
@@ -36,6 +38,7 @@ def train(recipe_name, checkpoint, folder, mask_token_id, objective):
     shrink(recipe, HFCheckpoint(checkpoint).config, mask_token_id)
     for name, value in objective.items():
         setattr(recipe.model.objective, name, value)
+        setattr(recipe.data, name, value)
     run.run(recipe, direct=True)
     (last,) = (folder / "run" / "checkpoints").glob("*-last")
     export_hf_checkpoint(last, folder / "hf")

@@ -142,6 +142,63 @@ def test_sequence_that_sequence_parallelism_cannot_cut(check, tiny):
         check(tiny)
 
 
+@pytest.fixture
+def supervised(tiny):
+    """The smallest recipe on supervised samples, spread over four devices."""
+    import nemo_run as run
+
+    from nemo_dllm.collections.diffusion.data.supervised_datamodule import SupervisedDataModule
+
+    tiny.data = run.Config(SupervisedDataModule, seq_length=128, micro_batch_size=2, global_batch_size=8)
+    tiny.trainer.devices = 4
+    return tiny
+
+
+def test_rows_of_many_lengths_do_not_pass_pipeline_stages(check, supervised):
+    supervised.data.pad_to_multiple_of = 32
+    check(supervised)
+    supervised.trainer.strategy.pipeline_model_parallel_size = 2
+    with pytest.raises(
+        ValueError,
+        match="data.pad_to_multiple_of=32 makes rows of different lengths, which the "
+        "trainer.strategy.pipeline_model_parallel_size=2 stages cannot exchange; set it to None",
+    ):
+        check(supervised)
+    supervised.data.pad_to_multiple_of = None
+    check(supervised)
+
+
+def test_rows_of_many_lengths_are_cut_by_sequence_parallelism(check, supervised):
+    supervised.trainer.strategy.tensor_model_parallel_size = 2
+    supervised.data.pad_to_multiple_of = 1
+    check(supervised)
+    supervised.trainer.strategy.sequence_parallel = True
+    with pytest.raises(
+        ValueError,
+        match="data.pad_to_multiple_of=1 is not divisible by trainer.strategy.tensor_model_parallel_size=2, into which",
+    ):
+        check(supervised)
+    supervised.data.pad_to_multiple_of = 2
+    check(supervised)
+
+
+def test_packed_samples_end_where_blocks_end(check, supervised, recipes):
+    supervised.model = recipes["bd3lm_tiny"].model
+    check(supervised)
+    supervised.data.packing = True
+    for block_size in (None, 4):
+        supervised.data.block_size = block_size
+        with pytest.raises(
+            ValueError,
+            match=f"data.packing=True puts samples side by side .* data.block_size={block_size} they do not end where "
+            "blocks of model.objective.block_size=8 do; set data.block_size=8",
+        ):
+            check(supervised)
+    for block_size in (8, 16):
+        supervised.data.block_size = block_size
+        check(supervised)
+
+
 def test_misspelt_field_of_the_strategy(check, tiny):
     """The strategy takes any keyword, so neither nemo_run nor NeMo would say a word."""
     tiny.trainer.strategy.tensor_model_paralel_size = 2

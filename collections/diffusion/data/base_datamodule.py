@@ -6,19 +6,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
 from nemo.lightning.data import WrappedDataLoader
 from nemo.lightning.io.mixin import IOMixin
 from nemo.lightning.pytorch.plugins import MegatronDataSampler
 from torch.utils.data import Dataset
 
 from nemo_dllm.collections.diffusion.data.batch_sizes import check_batch_sizes
+from nemo_dllm.collections.diffusion.data.tokenizer import load_nemo_tokenizer
 
 
 class DiffusionDataModule(pl.LightningDataModule, IOMixin):
     """Feeds a Megatron trainer with samples whose index is their position in consumption order.
 
-    Subclasses provide `tokenizer`, `training_dataset` and `validation_dataset`; do not instantiate this one. Resume is
-    exact, also with another micro-batch or data-parallel size: the checkpoint holds the number of consumed samples.
+    Subclasses provide `training_dataset` and `validation_dataset`; do not instantiate this one. Resume is exact, also
+    with another micro-batch or data-parallel size: the checkpoint holds the number of consumed samples.
 
     Args:
         seq_length: tokens per sample.
@@ -54,6 +56,22 @@ class DiffusionDataModule(pl.LightningDataModule, IOMixin):
             output_log=output_log,
         )
         self._limits_in_microbatches: dict[str, int | float] = {}
+        self._tokenizer: str | Path | TokenizerSpec | None = None
+
+    @property
+    def tokenizer(self) -> TokenizerSpec:
+        """NeMo's tokenizer; that of a Hugging Face folder or name is loaded on first use.
+
+        Raises:
+            ValueError: there is none.
+            FileNotFoundError: its folder does not exist.
+        """
+        self._tokenizer = load_nemo_tokenizer(self._tokenizer)
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: str | Path | TokenizerSpec | None) -> None:
+        self._tokenizer = tokenizer
 
     def io_transform_args(self, init_fn: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Arguments as NeMo writes them beside each checkpoint, which knows no paths, only strings."""

@@ -10,7 +10,6 @@ from nemo_dllm.collections.diffusion.data.base_datamodule import DiffusionDataMo
 from nemo_dllm.collections.diffusion.data.indexed import TokenFile
 from nemo_dllm.collections.diffusion.data.permutation import Blend
 from nemo_dllm.collections.diffusion.data.pretraining import DocumentStream, PretrainingRows, count_unrepeated_rows
-from nemo_dllm.collections.diffusion.data.tokenizer import load_nemo_tokenizer
 
 SPLITS = ("training", "validation", "test")
 
@@ -23,7 +22,8 @@ class PretrainingDataModule(DiffusionDataModule):
 
     Args:
         paths: of corpora, without suffix; one or a list.
-        tokenizer: Hugging Face tokenizer folder or name that the corpora were encoded with, or NeMo's AutoTokenizer.
+        tokenizer: Hugging Face tokenizer folder or name that the corpora were encoded with, or NeMo's AutoTokenizer;
+            None is set to that of the checkpoint which the run starts from.
         weights: share of each corpus in the samples, in any unit; None goes by their training tokens.
         split: shares of documents for training, validation and test, in the order of the corpus.
         validation_paths: corpora for validation; `split` then says nothing about training corpora but their test share.
@@ -44,7 +44,7 @@ class PretrainingDataModule(DiffusionDataModule):
     def __init__(
         self,
         paths: str | Path | Sequence[str | Path],
-        tokenizer: str | Path | AutoTokenizer,
+        tokenizer: str | Path | AutoTokenizer | None = None,
         weights: Sequence[float] | None = None,
         seq_length: int = 2048,
         micro_batch_size: int = 4,
@@ -69,7 +69,7 @@ class PretrainingDataModule(DiffusionDataModule):
         self.random_length_probability = random_length_probability
         self.num_val_rows = num_val_rows
         self.seed = seed
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._check_fields()
 
     def _check_fields(self) -> None:
@@ -89,12 +89,6 @@ class PretrainingDataModule(DiffusionDataModule):
             Blend(self.weights)
             if len(self.weights) != len(_listed(self.paths)):
                 raise ValueError(f"{len(self.weights)} weights for {len(_listed(self.paths))} paths; give one per path")
-
-    @property
-    def tokenizer(self) -> AutoTokenizer:
-        """NeMo's wrapper of the Hugging Face tokenizer, loaded on first use."""
-        self._tokenizer = load_nemo_tokenizer(self._tokenizer)
-        return self._tokenizer
 
     def setup(self, stage: str) -> None:
         """Open the corpora and build the validation data."""

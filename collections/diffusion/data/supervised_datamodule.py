@@ -25,7 +25,9 @@ from nemo_dllm.collections.diffusion.data.supervised import (
 )
 from nemo_dllm.collections.diffusion.data.supervised_tokens import SupervisedCorpus, cached_supervised
 from nemo_dllm.collections.diffusion.data.text import check_validation_fraction
-from nemo_dllm.collections.diffusion.data.tokenizer import load_nemo_tokenizer
+
+BUILT_IN = Path(__file__).with_name("questions.jsonl")
+"""Questions with answers: enough to see that a fine-tuning starts, not to learn from."""
 
 
 class SupervisedDataModule(DiffusionDataModule):
@@ -34,8 +36,10 @@ class SupervisedDataModule(DiffusionDataModule):
     Only answers are masked and trained, the token that ends each included; prompts never are.
 
     Args:
-        path: files (.jsonl, .parquet; .gz or .zst), folders, or Hugging Face datasets, one or a list.
-        tokenizer: Hugging Face tokenizer folder or name, or NeMo's AutoTokenizer.
+        path: files (.jsonl, .parquet; .gz or .zst), folders, or Hugging Face datasets, one or a list; None reads a few
+            questions of our own, written to be joined as they stand (`chat_template=""`).
+        tokenizer: Hugging Face tokenizer folder or name, or NeMo's AutoTokenizer; None is set to that of the checkpoint
+            which the run starts from.
         validation_path: the same for validation; None keeps a share of the samples back.
         validation_fraction: that share, in (0, 1). Equal samples are never on both sides.
         columns: how fields of `chat.FIELDS` are called in the data, e.g. {"prompt": "question"}.
@@ -64,8 +68,8 @@ class SupervisedDataModule(DiffusionDataModule):
 
     def __init__(
         self,
-        path: str | Path | Sequence[str | Path],
-        tokenizer: str | Path | AutoTokenizer,
+        path: str | Path | Sequence[str | Path] | None = None,
+        tokenizer: str | Path | AutoTokenizer | None = None,
         seq_length: int = 2048,
         micro_batch_size: int = 1,
         global_batch_size: int = 32,
@@ -110,7 +114,7 @@ class SupervisedDataModule(DiffusionDataModule):
         self.max_bad_rows = max_bad_rows
         self.seed = seed
         self.cache_dir = Path(cache_dir) if cache_dir else NEMO_DATASETS_CACHE / "diffusion_supervised"
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         # The groups that the order is made of; a resumed run keeps those with which it began.
         self._length_group_size = global_batch_size
         self._check_fields()
@@ -132,12 +136,6 @@ class SupervisedDataModule(DiffusionDataModule):
         for name in ("supervise_padding", "group_by_length", "pad_to_multiple_of"):
             if self.packing and getattr(self, name):
                 raise ValueError(f"packing=True leaves no room for {name}={getattr(self, name)}; set one of them only")
-
-    @property
-    def tokenizer(self) -> AutoTokenizer:
-        """NeMo's wrapper of the Hugging Face tokenizer, loaded on first use."""
-        self._tokenizer = load_nemo_tokenizer(self._tokenizer)
-        return self._tokenizer
 
     def prepare_data(self) -> None:
         """Fill the cache; Lightning calls this in one process per node before the others read it."""
@@ -204,7 +202,7 @@ class SupervisedDataModule(DiffusionDataModule):
             return cached_supervised(sources, encoder, self.cache_dir, self.columns, self.max_bad_rows)
 
         validation = None if self.validation_path is None else read(self.validation_path, self.validation_split)
-        return read(self.path, self.split), validation
+        return read(self.path or BUILT_IN, self.split), validation
 
     def _split(self, corpus: SupervisedCorpus) -> tuple[np.ndarray, np.ndarray]:
         """Training and validation samples; each goes where the hash of its tokens says."""

@@ -79,12 +79,17 @@ def load_tokenizer(tokenizer: "str | Path | PreTrainedTokenizerBase") -> "PreTra
     return AutoTokenizer.from_pretrained(str(tokenizer))
 
 
-def load_nemo_tokenizer(tokenizer: "str | Path | AutoTokenizer") -> "AutoTokenizer":
+def load_nemo_tokenizer(tokenizer: "str | Path | AutoTokenizer | None") -> "AutoTokenizer":
     """NeMo's wrapper itself, or of the tokenizer of that folder or name.
 
     Raises:
         FileNotFoundError: a path does not exist.
+        ValueError: there is none.
     """
+    if tokenizer is None:
+        raise ValueError(
+            "tokenizer=None: name a Hugging Face tokenizer folder, or start from a checkpoint (init_from), which has one"
+        )
     if not isinstance(tokenizer, str | Path):
         return tokenizer
     from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
