@@ -93,18 +93,18 @@ def forks():
 
 @pytest.fixture(scope="session")
 def run_job(forks, tmp_path_factory):
-    """Runs a function of jobs.py on each rank and returns the folder in which the ranks met.
+    """Runs a function of ``script`` on each rank and returns the folder in which the ranks met.
 
     ``exit_code`` is what every rank must end with.
     """
-    script = Path(__file__).with_name("jobs.py")
 
-    def run(function, ranks=1, exit_code=0, **arguments):
+    def run(function, ranks=1, exit_code=0, script="jobs.py", **arguments):
         folder = tmp_path_factory.mktemp(function)
+        path = Path(__file__).with_name(script)
         processes = []
         for rank in range(ranks):
             job = {"function": function, "folder": folder, "rank": rank, "ranks": ranks, **arguments}
-            process = forks.Process(target=runpy.run_path, args=(str(script), {"job": job}, "__main__"))
+            process = forks.Process(target=runpy.run_path, args=(str(path), {"job": job}, "__main__"))
             process.start()
             processes.append(process)
         for process in processes:
