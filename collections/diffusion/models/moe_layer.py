@@ -2,12 +2,14 @@
 
 from functools import partial
 
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
-from nemo_dllm.collections.diffusion.models.balancing import BALANCE_OVER, RoutedTokens, given_to_layer
+from nemo_dllm.collections.diffusion.attention.masks import NoisyClean
+from nemo_dllm.collections.diffusion.models.balancing import BALANCE_OVER, RoutedTokens, TokenKind, given_to_layer
 from nemo_dllm.collections.diffusion.models.router import BalancedRouter
 
 
@@ -72,4 +74,17 @@ def adopt_moe_layers(model: GPTModel, balance_over: str) -> None:
 
 
 def _hand_over(layer: nn.Module, args: tuple, kwargs: dict) -> None:
-    layer.mlp.routed = given_to_layer(kwargs.get("attention_bias"))
+    pattern = kwargs.get("attention_bias")
+    routed = given_to_layer(pattern)
+    config = layer.config
+    if (
+        routed
+        and isinstance(pattern, NoisyClean)
+        and config.sequence_parallel
+        and layer.layer_number == config.num_layers
+    ):
+        # Without sequence parallelism this layer does not even get what nobody reads.
+        read = routed.kind_RS.size(1) * pattern.output_length // (2 * pattern.length)
+        kind_RS = F.pad(routed.kind_RS[:, :read], (0, routed.kind_RS.size(1) - read), value=TokenKind.PAD)
+        routed = routed._replace(kind_RS=kind_RS)
+    layer.mlp.routed = routed
