@@ -1,0 +1,300 @@
+"""Sampling of a shape with random weights: one forward of the canvas, a step with a cache, and the sampler around it.
+
+    python benchmarks/sample.py sdar_8b --batch 1 128 --context 1024
+
+Times stand beside the roofline: the larger of bytes over bandwidth and operations over throughput, of one pass. Bytes
+are the weights that the pass reads, keys and values of what it attends to, and the logits it writes. Tokens per second
+are those of the sampler, the prompt's encoding included, with a fixed number of tokens committed by each forward, as a
+trained model would by its confidence.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from nemo_dllm.console import import_nemo_quietly
+
+import_nemo_quietly()
+
+import torch  # noqa: E402
+from nemo.collections.llm.gpt.model.base import GPTConfig  # noqa: E402
+from nemo.collections.llm.gpt.model.qwen3 import Qwen3Config600M  # noqa: E402
+
+from nemo_dllm.collections.diffusion.inference import MegatronDenoiser  # noqa: E402
+from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel  # noqa: E402
+from nemo_dllm.collections.diffusion.models.llada import LLaDAConfig8B  # noqa: E402
+from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel  # noqa: E402
+from nemo_dllm.collections.diffusion.models.sdar import (  # noqa: E402
+    SDARConfig,
+    SDARConfig1P7B,
+    SDARConfig4B,
+    SDARConfig8B,
+)
+from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion  # noqa: E402
+from nemo_dllm.collections.diffusion.sampling import SamplerConfig, generate  # noqa: E402
+from nemo_dllm.collections.diffusion.single_process import start_single_process  # noqa: E402
+from nemo_dllm.collections.diffusion.training.flops import H200_BF16_FLOPS  # noqa: E402
+from nemo_dllm.connectors.build import build_on_cpu  # noqa: E402
+
+# Of one NVIDIA H200, as its data sheet says.
+H200_BYTES_PER_SECOND = 4.8e12
+COMMITTED = (1, 2, 4)
+ROUNDS = 5
+CANVAS_BLOCK = 32
+"""Positions per semi-autoregressive block of models without blocks."""
+
+
+class Shape(NamedTuple):
+    """A model to measure."""
+
+    config: Callable[[], GPTConfig]
+    block_size: int | None
+    """Of a block-causal model; None is a bidirectional one."""
+
+
+def tiny() -> SDARConfig:
+    """For a machine without a GPU."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "kv_channels": 8}
+    return SDARConfig(**sizes, num_attention_heads=4, num_query_groups=2, vocab_size=128, apply_rope_fusion=False)
+
+
+SHAPES = {
+    "tiny": Shape(tiny, 4),
+    "tiny_canvas": Shape(tiny, None),
+    "qwen3_0p6b": Shape(Qwen3Config600M, None),
+    "sdar_1p7b": Shape(SDARConfig1P7B, 4),
+    "sdar_4b": Shape(SDARConfig4B, 4),
+    "sdar_8b": Shape(SDARConfig8B, 4),
+    "llada_8b": Shape(LLaDAConfig8B, None),
+}
+
+
+def build(shape: Shape, block_size: int | None, layers: int | None) -> MegatronDenoiser:
+    """The model with random weights: bf16 on the GPU, fp32 elsewhere. Token 0 is the mask."""
+    start_single_process()
+    config = shape.config()
+    config.apply_rope_fusion = False
+    if layers is not None:
+        config.num_layers = layers
+    if block_size is None:
+        model = MDLMModel(config, MaskedDiffusion(mask_token_id=0))
+    else:
+        model = BD3LMModel(config, BlockDiffusion(mask_token_id=0, block_size=block_size))
+    on_gpu = torch.cuda.is_available()
+    build_on_cpu(model, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    core = model.module.eval().requires_grad_(False)
+    if on_gpu:
+        core.cuda()
+    torch.manual_seed(0)
+    for parameter in core.parameters():
+        parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=0.02)
+    return MegatronDenoiser(core, block_size)
+
+
+class Clock:
+    """Seconds of work on the device, without waiting for it at each mark."""
+
+    def __init__(self):
+        self._spans: list[tuple] = []
+
+    def __call__(self, work: Callable, *arguments, **named):
+        """Do the work, timed."""
+        start = self._mark()
+        result = work(*arguments, **named)
+        self._spans.append((start, self._mark()))
+        return result
+
+    def seconds(self) -> list[float]:
+        """Of each piece of work."""
+        if not torch.cuda.is_available():
+            return [end - start for start, end in self._spans]
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in self._spans]
+
+    @staticmethod
+    def _mark():
+        if not torch.cuda.is_available():
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class TimedDenoiser:
+    """A denoiser whose passes are timed."""
+
+    def __init__(self, model: MegatronDenoiser):
+        self.model, self.clock, self.new_cache = model, Clock(), model.new_cache
+
+    def __call__(self, tokens_BT, *, key_mask_BT):
+        return self.clock(self.model, tokens_BT, key_mask_BT=key_mask_BT)
+
+    def denoise(self, *arguments, **named):
+        return self.clock(self.model.denoise, *arguments, **named)
+
+    def commit(self, *arguments, **named):
+        return self.clock(self.model.commit, *arguments, **named)
+
+
+def pass_cost(core, rows: int, positions: int, keys: int, scored: int) -> tuple[float, float]:
+    """Bytes that a pass moves, and its floating-point operations.
+
+    Args:
+        core: the model.
+        rows: of the batch.
+        positions: of a row that go through the layers.
+        keys: that each of them sees.
+        scored: positions of a row with logits.
+    """
+    config, head_size = core.config, core.config.kv_channels
+    parameters = dict(core.named_parameters())
+    tied = core.share_embeddings_and_output_weights
+    # An embedding table that is no head is only looked up in.
+    read = {name: p for name, p in parameters.items() if tied or "word_embeddings" not in name}
+    element = next(iter(parameters.values())).element_size()
+    head = core.logical_vocab_size * config.hidden_size
+    block = sum(p.numel() for name, p in read.items() if p.dim() > 1) - head
+    kept = 2 * config.num_layers * config.num_query_groups * head_size
+    logits = rows * scored * core.logical_vocab_size
+    moved = (sum(p.numel() for p in read.values()) + rows * keys * kept + logits) * element
+    attention = 4 * config.num_layers * config.num_attention_heads * head_size * rows * positions * keys
+    return moved, 2.0 * rows * (positions * block + scored * head) + attention
+
+
+def measured_row(what: str, clock: Clock, cost: tuple[float, float], arguments: argparse.Namespace) -> dict:
+    """A row of the table for passes that were timed."""
+    seconds = min(clock.seconds())
+    memory, compute = cost[0] / arguments.bandwidth, cost[1] / arguments.flops
+    return {
+        "what": what,
+        "ms": _digits(1000 * seconds),
+        "roofline ms": _digits(1000 * max(memory, compute)),
+        "bound by": "memory" if memory > compute else "compute",
+        "of roofline": f"{100 * max(memory, compute) / seconds:.0f} %",
+        "GB": _digits(cost[0] / 1e9),
+        "TFLOP": _digits(cost[1] / 1e12),
+    }
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def canvas_forward(model: MegatronDenoiser, rows: int, arguments: argparse.Namespace) -> dict:
+    """The whole canvas at once, as a sampler without a cache runs it at every step."""
+    length = arguments.context + arguments.new_tokens
+    tokens_BT = torch.randint(1, model.core.logical_vocab_size, (rows, length), device=device_of(model))
+    model(tokens_BT)
+    clock = Clock()
+    for _ in range(ROUNDS):
+        clock(model, tokens_BT)
+    return measured_row(f"canvas of {length}", clock, pass_cost(model.core, rows, length, length, length), arguments)
+
+
+def block_step(model: MegatronDenoiser, rows: int, arguments: argparse.Namespace) -> dict:
+    """One block, with keys and values of all before it in the cache."""
+    size, context = arguments.block_size or model.block_size or CANVAS_BLOCK, arguments.context
+    device = device_of(model)
+    tokens_BT = torch.randint(1, model.core.logical_vocab_size, (rows, context + size), device=device)
+    positions_BT = torch.arange(context + size, device=device).expand(rows, -1)
+    real_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+    cache = model.new_cache(rows, context + size)
+    given, block = slice(0, context), slice(context, None)
+    model.commit(
+        tokens_BT[:, given],
+        positions_BT[:, given],
+        cache,
+        key_mask_BL=real_BT[:, given],
+        blocks_BL=positions_BT[:, given] // size,
+    )
+    clock = Clock()
+    for round_ in range(ROUNDS + 1):
+        work = model.denoise if round_ == 0 else lambda *given, **named: clock(model.denoise, *given, **named)
+        work(tokens_BT[:, block], positions_BT[:, block], cache, key_mask_BL=real_BT[:, block])
+    return measured_row(f"block of {size}", clock, pass_cost(model.core, rows, size, context + size, size), arguments)
+
+
+def sampler_run(model: MegatronDenoiser, rows: int, committed: int, cache: str | None, arguments) -> dict:
+    """The sampler with a fixed number of tokens per forward."""
+    size = arguments.block_size or model.block_size or CANVAS_BLOCK
+    config = SamplerConfig(
+        max_new_tokens=arguments.new_tokens,
+        block_size=size,
+        steps_per_block=max(size // committed, 1),
+        schedule="even",
+        cache=cache,
+        block_origin="prompt" if model.block_size is None else "sequence",
+        seed=0,
+    )
+    timed = TimedDenoiser(model)
+    prompts = torch.randint(1, model.core.logical_vocab_size, (rows, arguments.context)).tolist()
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    start = time.perf_counter()
+    result = generate(timed, prompts, config, mask_token_id=0, device=device_of(model))
+    wait()
+    seconds = time.perf_counter() - start
+    in_model = sum(timed.clock.seconds())
+    tokens = rows * arguments.new_tokens
+    return {
+        "what": f"sampler, {committed} per forward, cache {cache}",
+        "tokens/s": round(tokens / seconds, 1),
+        "forwards": result.steps,
+        "tokens per forward and row": round(arguments.new_tokens / result.steps, 2),
+        "s": round(seconds, 3),
+        "outside the model": f"{100 * (1 - in_model / seconds):.0f} %",
+    }
+
+
+def device_of(model: MegatronDenoiser) -> torch.device:
+    """Where the weights are."""
+    return next(model.core.parameters()).device
+
+
+def measurements(model: MegatronDenoiser, rows: int, arguments: argparse.Namespace) -> list[Callable[[], dict]]:
+    """What is measured for a batch, in order."""
+    caches = arguments.caches or (["exact"] if model.block_size else ["none", "approximate_dual"])
+    runs = [
+        lambda committed=committed, cache=cache: sampler_run(model, rows, committed, cache, arguments)
+        for cache in (None if name == "none" else name for name in caches)
+        for committed in COMMITTED
+    ]
+    return [lambda: canvas_forward(model, rows, arguments), lambda: block_step(model, rows, arguments), *runs]
+
+
+def main(given: list[str] | None = None) -> None:
+    """Parse the command line, measure, print a row each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 128], help="rows")
+    parser.add_argument("--context", type=int, default=512, help="tokens of a prompt; a multiple of the block size")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--block-size", type=int, help="default: the model's; 32 for models without blocks")
+    parser.add_argument("--layers", type=int, help="default: the model's")
+    parser.add_argument("--caches", nargs="+", help="of the sampler: none, exact, approximate_prefix, approximate_dual")
+    parser.add_argument("--bandwidth", type=float, default=H200_BYTES_PER_SECOND, help="bytes per second")
+    parser.add_argument("--flops", type=float, default=H200_BF16_FLOPS, help="operations per second")
+    parser.add_argument("--json", metavar="FILE", help="append rows as lines of JSON")
+    arguments = parser.parse_args(given)
+    shape = SHAPES[arguments.shape]
+    block_size = shape.block_size and (arguments.block_size or shape.block_size)
+    with torch.no_grad():
+        model = build(shape, block_size, arguments.layers)
+        for rows in arguments.batch:
+            for measure in measurements(model, rows, arguments):
+                row = {"shape": arguments.shape, "rows": rows}
+                try:
+                    row |= measure()
+                except torch.cuda.OutOfMemoryError:
+                    torch.cuda.empty_cache()
+                    row |= {"what": "out of memory"}
+                print("  ".join(f"{name}: {value}" for name, value in row.items()), flush=True)
+                if arguments.json:
+                    with open(arguments.json, "a") as file:
+                        file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
