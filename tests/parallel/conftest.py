@@ -1,0 +1,84 @@
+"""Pools of processes that import NeMo once and run one layout after another."""
+
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+class Pool:
+    """``ranks`` processes, each of which does the same jobs in the same order."""
+
+    def __init__(self, context, ranks, folder):
+        self.ranks, self.folder, self.jobs = ranks, folder, 0
+        self.pipes, self.processes = [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            arguments = (str(WORKER), {"job": (theirs, rank, ranks, str(folder / f"console{rank}"))}, "__main__")
+            self.processes.append(context.Process(target=runpy.run_path, args=arguments, daemon=True))
+            self.processes[-1].start()
+            theirs.close()
+            self.pipes.append(ours)
+
+    def run(self, function, timeout=100, **arguments):
+        """Results of a function of layout_jobs.py on each rank."""
+        self.jobs += 1
+        job = str(self.folder / f"job{self.jobs}")
+        torch.save((function, {"store": f"{job}.store", **arguments}), job)
+        for pipe in self.pipes:
+            pipe.send(job)
+        answers = {}
+        while len(answers) < self.ranks:
+            ready = multiprocessing.connection.wait([pipe for pipe in self.pipes if pipe not in answers], timeout)
+            try:
+                answers |= {pipe: torch.load(pipe.recv(), weights_only=False) for pipe in ready}
+            except EOFError:
+                ready = []
+            errors = [error for _, error in answers.values() if error]
+            if errors or not ready:
+                # A rank that failed leaves others waiting for it.
+                self.close()
+                pytest.fail("\n".join(errors) or "\n".join(map(self.console, range(self.ranks))))
+        return [answers[pipe][0] for pipe in self.pipes]
+
+    def console(self, rank):
+        """The end of what a rank has printed."""
+        return (self.folder / f"console{rank}").read_text()[-3000:]
+
+    def close(self):
+        """Ends the processes, at once: they hold nothing."""
+        for process in self.processes:
+            process.kill()
+        self.processes = []
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Processes forked from one that has imported NeMo, without a CUDA device."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["nemo_dllm.collections.diffusion.models.mdlm", "nemo_dllm.recipes.builder"])
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUDA_VISIBLE_DEVICES", "")
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+@pytest.fixture(scope="session")
+def pools(forks, tmp_path_factory):
+    """Pools by their number of processes, started when first asked for."""
+    started = {}
+
+    def pool(ranks):
+        if ranks not in started or not started[ranks].processes:
+            started[ranks] = Pool(forks, ranks, tmp_path_factory.mktemp(f"pool{ranks}"))
+        return started[ranks]
+
+    yield pool
+    for each in started.values():
+        each.close()

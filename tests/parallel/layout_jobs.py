@@ -1,0 +1,211 @@
+"""What the processes of a pool run: one global batch through the real training loop, in a layout of ranks.
+
+Weights are a function of their names and places, so every layout trains the same model. Results are the loss and this
+rank's parts of the gradients, as Megatron's checkpoints would name and place them.
+"""
+
+import functools
+import zlib
+
+import lightning.pytorch as pl
+import nemo.lightning as nl
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from nemo.collections.llm import GPTConfig
+from nemo.lightning.megatron_parallel import CallbackMethods
+from nemo.lightning.pytorch.optim import MegatronOptimizerModule
+from torch.utils.data import Dataset
+
+from nemo_dllm.collections.diffusion import cpu
+from nemo_dllm.collections.diffusion.data.base_datamodule import DiffusionDataModule
+from nemo_dllm.collections.diffusion.models import model as model_module
+from nemo_dllm.collections.diffusion.models.model import DiffusionModel
+from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion
+
+OBJECTIVES = {"mdlm": MaskedDiffusion, "bd3lm": BlockDiffusion}
+
+
+class Rows(Dataset):
+    """Sample i is row i of each tensor, modulo their length."""
+
+    def __init__(self, tensors, num_samples):
+        self.tensors, self.num_samples = tensors, num_samples
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        row = index % len(self.tensors["tokens"])
+        return {name: tensor[row] for name, tensor in self.tensors.items()} | {"sample_index": torch.tensor(index)}
+
+
+class RowsDataModule(DiffusionDataModule):
+    """Feeds given rows."""
+
+    def __init__(self, tensors, micro_batch_size):
+        super().__init__(tensors["tokens"].size(1), micro_batch_size, len(tensors["tokens"]))
+        self.tensors, self.tokenizer = tensors, None
+
+    def training_dataset(self, num_samples):
+        return Rows(self.tensors, num_samples)
+
+    def validation_dataset(self):
+        return Rows(self.tensors, self.global_batch_size)
+
+
+class DoublePrecisionModel(DiffusionModel):
+    """In fp32 the rounding of sums in another order alone reaches a few millionths of a gradient."""
+
+    def configure_model(self, vp_stage=None):
+        super().configure_model(vp_stage)
+        self.module.double()
+        for shard in parts(self.module):
+            shard.data.detach().copy_(drawn_weights(shard))
+
+
+def parts(core):
+    """The parameters of a core as parts of whole tensors: Megatron's ``ShardedTensor``, whose data are views."""
+    state = core.sharded_state_dict()
+    apply_factories(state)
+    return [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
+
+
+def drawn_weights(shard):
+    """This part of the random tensor that belongs to the name, around 1 for norms."""
+    whole = torch.randn(shard.global_shape, generator=torch.Generator().manual_seed(zlib.crc32(shard.key.encode())))
+    place = tuple(slice(start, start + size) for start, size in places(shard))
+    norm = "norm" in shard.key
+    return (whole[place].view(shard.data.shape) * 0.2 + norm).double()
+
+
+def places(shard):
+    """(start, size) of the part along each axis of the whole."""
+    prepended = shard.prepend_axis_num
+    sizes = [1] * prepended + list(shard.local_shape)
+    return list(zip(shard.global_offset, sizes, strict=True))
+
+
+class Gradients(pl.Callback, CallbackMethods):
+    """Keeps loss and gradients of each step; from the second step on the twin's mutation is on."""
+
+    def __init__(self, mutate):
+        self.mutate, self.kept = mutate, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 1:
+            MUTATIONS[self.mutate](pl_module)
+
+    def on_megatron_step_end(self, step, reduced):
+        gradients = []
+        for chunk in step.pipeline:
+            share_gradients(chunk)
+            core = chunk.module.module
+            for parameter in core.parameters():
+                parameter.kept, parameter.data = parameter.data, parameter.main_grad.to(parameter.dtype)
+            gradients += [
+                (shard.key, places(shard), shard.global_shape, shard.data.detach().clone()) for shard in parts(core)
+            ]
+            for parameter in core.parameters():
+                parameter.data = parameter.kept
+        self.kept.append((reduced.item(), gradients))
+
+
+@functools.cache
+def call_doubles_floats():
+    """The distributed optimizer refuses parameters by the name of their type; it sums gradients of doubles as well."""
+    cpu.enable_cpu_runtime()
+    original = torch.Tensor.type
+
+    def type_name(tensor, *arguments, **named):
+        result = original(tensor, *arguments, **named)
+        return result.replace("DoubleTensor", "FloatTensor") if isinstance(result, str) else result
+
+    torch.Tensor.type = type_name
+    # It would copy gradients as floats; nothing is learned here.
+    DistributedOptimizer._copy_model_grads_to_main_grads = lambda optimizer: None
+
+
+def share_gradients(chunk):
+    """The distributed optimizer leaves each rank its share of the gradients' sum; gives all of them all."""
+    ddp = chunk.module
+    if not ddp.ddp_config.use_distributed_optimizer:
+        return
+    for buffer in ddp.buffers + ddp.expert_parallel_buffers:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            share = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+            torch.distributed.all_gather_into_tensor(bucket.grad_data, share, group=group)
+
+
+def noise_by_rank(pl_module):
+    """Draw the noise of each process by itself."""
+    pl_module.objective.seed += torch.distributed.get_rank()
+
+
+def inputs_by_rank(pl_module):
+    """Move the noised tokens by the rank's number: as noise by rank, but peers agree on the number of targets."""
+    change_batches(lambda batch: {"input_ids": batch.input_ids.roll(torch.distributed.get_rank(), 1)})
+
+
+def counts_of_every_rank(pl_module):
+    """Let context-parallel ranks all count a sample's tokens."""
+    change_batches(lambda batch: {"count": batch.count})
+
+
+def change_batches(change):
+    shard = model_module.shard_context
+    model_module.shard_context = lambda batch, *ranks: shard(batch, *ranks)._replace(**change(batch))
+
+
+MUTATIONS = {function.__name__: function for function in (noise_by_rank, inputs_by_rank, counts_of_every_rank)}
+
+
+def gradients(rank, ranks, store, rows, config, objective, layout, micro_batch_size, mutate, distributed=False):
+    """One step in a layout, and one as its mutated twin, with learning rate 0.
+
+    Args:
+        store: file in which the ranks meet.
+        config: fields of the ``GPTConfig``.
+        objective: kind and fields.
+        layout: fields of Megatron's strategy.
+        mutate: key of ``MUTATIONS``.
+        distributed: use the distributed optimizer.
+
+    Returns:
+        For each step the loss and a list of parts of gradients: name, places, shape of the whole, values.
+    """
+    torch.manual_seed(0)
+    if distributed:
+        call_doubles_floats()
+    shard_context = model_module.shard_context
+    kind, fields = objective
+    callback = Gradients(mutate)
+    optimizer = OptimizerConfig(optimizer="adam", lr=0.0, clip_grad=0.0, use_distributed_optimizer=distributed)
+    model = DoublePrecisionModel(
+        GPTConfig(**config),
+        OBJECTIVES[kind](mask_token_id=199, force_mask=True, **fields),
+        optim=MegatronOptimizerModule(optimizer),
+    )
+    strategy = nl.MegatronStrategy(
+        ckpt_async_save=False,
+        replace_progress_bar=False,
+        ddp=DistributedDataParallelConfig(check_for_nan_in_grad=False, use_distributed_optimizer=distributed),
+        pipeline_dtype=torch.float64,
+        **layout,
+    )
+    strategy.store = torch.distributed.FileStore(store, ranks)
+    trainer = nl.Trainer(
+        accelerator="cpu", devices=ranks, strategy=strategy, max_steps=2, callbacks=[callback],
+        plugins=nl.MegatronMixedPrecision("32", grad_reduce_in_fp32=False, pipeline_dtype=torch.float64), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        num_sanity_val_steps=0, use_distributed_sampler=False,
+    )  # fmt: skip
+    try:
+        trainer.fit(model, RowsDataModule(rows, micro_batch_size))
+    finally:
+        model_module.shard_context = shard_context
+    return callback.kept
