@@ -14,7 +14,7 @@ import pytest
 from nemo_dllm import cli
 from nemo_dllm.collections.diffusion.sampling import SamplerConfig
 
-COMMANDS = ("generate", "recipes", "pretrain", "finetune", "import", "export", "verify")
+COMMANDS = ("generate", "serve", "recipes", "pretrain", "finetune", "import", "export", "verify")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])

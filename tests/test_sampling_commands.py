@@ -24,6 +24,13 @@ def test_commands_have_functions_that_take_their_options(command):
     assert set(command.alternatives) <= set(names)
 
 
+def test_serving_has_the_defaults_of_its_function():
+    (command,) = (command for command in COMMANDS if command.name == "serve")
+    parameters = inspect.signature(import_module(f"nemo_dllm.{command.module}").serve).parameters
+    options = {option.name: option.default for option in command.own if option.default is not REQUIRED}
+    assert options == {name: parameters[name].default for name in options}
+
+
 class Recorder:
     """Stands for a module with one command."""
 

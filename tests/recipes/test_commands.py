@@ -90,7 +90,7 @@ def test_the_start_of_a_run_is_a_field(parse):
 def test_nemo_dllm_has_our_commands():
     from nemo_run.cli.api import list_entrypoints
 
-    sampling = {"generate", "infill", "chat", "evaluate"}
+    sampling = {"generate", "infill", "chat", "evaluate", "serve"}
     assert set(list_entrypoints()["dllm"]) == sampling | {"recipes", "import_hf", "export_hf", "verify"}
 
 

@@ -33,7 +33,13 @@ def serve(
     chat_template: str | Path | None = None,
     preset: str | None = None,
     settings: Mapping[str, Any] | None = None,
-    **limits: Any,
+    max_batch_rows: int = ServerLimits.max_batch_rows,
+    max_batch_tokens: int = ServerLimits.max_batch_tokens,
+    max_waiting_rows: int = ServerLimits.max_waiting_rows,
+    max_rows_per_request: int = ServerLimits.max_rows_per_request,
+    max_completion_tokens: int = ServerLimits.max_completion_tokens,
+    max_body_bytes: int = ServerLimits.max_body_bytes,
+    timeout_seconds: float = ServerLimits.timeout_seconds,
 ) -> None:
     """Serve the model of a checkpoint until the process is told to stop.
 
@@ -47,13 +53,22 @@ def serve(
         chat_template: file with a Jinja template in place of the tokenizer's.
         preset: of ``sampling.PRESETS``, for requests that name none; None is the checkpoint's own.
         settings: further fields of ``SamplerConfig``, for requests that name no preset.
-        limits: fields of ``ServerLimits``.
+        max_batch_rows, max_batch_tokens, max_waiting_rows, max_rows_per_request, max_completion_tokens, max_body_bytes,
+            timeout_seconds: see ``ServerLimits``.
 
     Raises:
         FileNotFoundError, ValueError: there is no checkpoint to sample from, or the settings do not fit it, or
             the port is taken.
     """
-    bounds = ServerLimits(**limits)
+    limits = ServerLimits(
+        max_batch_rows,
+        max_batch_tokens,
+        max_waiting_rows,
+        max_rows_per_request,
+        max_completion_tokens,
+        max_body_bytes,
+        timeout_seconds,
+    )
     template = read_template(chat_template)
     api_key = api_key or os.environ.get(KEY_VARIABLE)
     # Before what takes a while.
@@ -74,7 +89,7 @@ def serve(
     print(f"serving {model.name} at http://{shown}:{listening.getsockname()[1]} (API under /v1)", flush=True)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     config = uvicorn.Config(
-        create_app(model, bounds, api_key=api_key),
+        create_app(model, limits, api_key=api_key),
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
