@@ -1,7 +1,9 @@
 """The table that both command lines are made of."""
 
 import inspect
+import re
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +57,13 @@ def test_what_is_given_reaches_the_function():
     twins = Command("speak", "", "somewhere", own, alternatives=("path", "loud"))
     with pytest.raises(ValueError, match="path and loud are given; give one of them"):
         twins.run({"path": "a", "loud": True}, load)
+
+
+def test_the_page_names_options_that_there_are():
+    page = (Path(__file__).parents[1] / "docs" / "sampling.md").read_text()
+    commands = {command.name: {option.name for option in command.options} for command in COMMANDS}
+    lines = re.findall(r"^nemo-dllm (\w+) (.*)$", page, re.MULTILINE)
+    assert {name for name, _ in lines} == set(commands)
+    for name, rest in lines:
+        used = {option.replace("-", "_") for option in re.findall(r"(?<!\S)--([\w-]+)", rest)}
+        assert used <= commands[name]

@@ -136,6 +136,43 @@ def test_blocks_run_alone_through_the_layers(denoiser, monkeypatch):
     assert lengths == [8, 4, 4, 4, 4, 4, 4, 1]
 
 
+@pytest.mark.parametrize("block_origin, lengths", [("sequence", [4, 4, 4, 4, 4]), ("prompt", [10, 4, 4])])
+def test_long_prompts_are_committed_in_parts_of_whole_blocks(denoiser, monkeypatch, block_origin, lengths):
+    """Cut where all rows begin a block: counted from the ends of unequal prompts, not before one of them is over."""
+    from nemo_dllm.collections.diffusion.inference import cached
+
+    model, mask = denoiser("sdar")
+    fields = {"cache": "exact", "right_shift": True, "block_origin": block_origin, "max_new_tokens": 8}
+    at_once = sample((model, mask), LONG_PROMPTS, **fields)
+    committed = []
+    window = cached.KVCache.window
+
+    def counted(cache, positions_BL, key_mask_BL, blocks_BL=None):
+        if blocks_BL is not None:
+            committed.append(positions_BL.size(1))
+        return window(cache, positions_BL, key_mask_BL, blocks_BL)
+
+    monkeypatch.setattr(cached.KVCache, "window", counted)
+    monkeypatch.setattr(cached, "COMMITTED_AT_ONCE", 10)
+    in_parts = sample((model, mask), LONG_PROMPTS, **fields)
+    assert lists(in_parts.sequences) == lists(at_once.sequences)
+    assert committed[: len(lengths)] == lengths
+
+
+@pytest.mark.parametrize(
+    "longest, parts", [(3, [2, 4, 3]), (4, [2, 4, 3]), (6, [6, 3]), (7, [6, 3]), (8, [6, 3]), (9, [9])]
+)
+def test_parts_of_whole_blocks(single_process, longest, parts):
+    from nemo_dllm.collections.diffusion.inference.cached import _whole_blocks
+
+    # Blocks begin together at 2 and 6; row 1 ends after 7.
+    blocks_BL = torch.tensor([[0, 0, 1, 1, 1, 1, 2, 2, 2], [3, 3, 4, 4, 5, 5, 6, 0, 0]])
+    real_BL = torch.arange(9) < torch.tensor([[9], [7]])
+    cut = _whole_blocks(blocks_BL, real_BL, longest)
+    assert [part.stop - part.start for part in cut] == parts
+    assert [part.start for part in cut] == [0, *(part.stop for part in cut[:-1])]
+
+
 def test_committed_tokens_may_attend_causally(denoiser):
     """What a model trained with a next-token loss reads: the prefix causally, the block at hand in both directions."""
     model, mask = denoiser("sdar", 4, causal_commits=True)

@@ -11,6 +11,9 @@ from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, Block
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore
 from nemo_dllm.collections.diffusion.sampling import CacheWindow, KVCache
 
+COMMITTED_AT_ONCE = 1 << 15
+"""Tokens that one pass encodes, of all rows together: what their layers hold meanwhile grows with it."""
+
 
 class MegatronDenoiser:
     """A ``sampling.DenoiserFn`` and a ``sampling.CachedDenoiser`` in one.
@@ -64,14 +67,40 @@ class MegatronDenoiser:
     def commit(
         self, tokens_BL: Tensor, positions_BL: Tensor, cache: KVCache, *, key_mask_BL: Tensor, blocks_BL: Tensor
     ) -> Tensor:
-        """Encode tokens, keep them, and return the last logits of each row, [B, V]; see ``CachedDenoiser``."""
-        window = cache.window(positions_BL, key_mask_BL, positions_BL if self.causal_commits else blocks_BL)
-        rows = len(tokens_BL)
-        last_B = (key_mask_BL.sum(dim=1) - 1).clamp_min(0)
-        at_B = last_B * rows + torch.arange(rows, device=last_B.device)
-        logits_BV = self.core(tokens_BL, positions_BL, _cached_keys(cache, window), logits_at_N=at_B)
-        cache.hold(window)
+        """Encode tokens, keep them, and return the last logits of each row, [B, V]; see ``CachedDenoiser``.
+
+        Long prompts are encoded in parts of whole blocks, so that their number does not decide on the memory needed.
+        """
+        if self.causal_commits:
+            blocks_BL = positions_BL
+        rows = torch.arange(len(tokens_BL), device=tokens_BL.device)
+        logits_BV = None
+        for part in _whole_blocks(blocks_BL, key_mask_BL, max(COMMITTED_AT_ONCE // len(rows), 1)):
+            real_BL = key_mask_BL[:, part]
+            window = cache.window(positions_BL[:, part], real_BL, blocks_BL[:, part])
+            at_B = (real_BL.sum(dim=1) - 1).clamp_min(0) * len(rows) + rows
+            part_BV = self.core(
+                tokens_BL[:, part], positions_BL[:, part], _cached_keys(cache, window), logits_at_N=at_B
+            )
+            cache.hold(window)
+            goes_on_B1 = real_BL.any(dim=1, keepdim=True)
+            logits_BV = part_BV if logits_BV is None else torch.where(goes_on_B1, part_BV, logits_BV)
         return logits_BV
+
+
+def _whole_blocks(blocks_BL: Tensor, key_mask_BL: Tensor, longest: int) -> list[slice]:
+    """Cut the positions where all rows begin a block, into parts of at most ``longest`` where blocks allow."""
+    length = blocks_BL.size(1)
+    if length <= longest:
+        return [slice(0, length)]
+    begins_BL = (blocks_BL[:, 1:] != blocks_BL[:, :-1]) | ~key_mask_BL[:, 1:]
+    cuts = [*(begins_BL.all(dim=0).nonzero()[:, 0] + 1).tolist(), length]
+    parts, start = [], 0
+    for cut, following in zip(cuts, [*cuts[1:], None], strict=True):
+        if following is None or following - start > longest:
+            parts.append(slice(start, cut))
+            start = cut
+    return parts
 
 
 def _cached_keys(cache: KVCache, window: CacheWindow) -> CachedKeys:
