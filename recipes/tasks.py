@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nemo_dllm.collections.diffusion.attention.layers import have_transformer_engine
 from nemo_dllm.collections.diffusion.data.batch_sizes import check_batch_sizes
+from nemo_dllm.collections.diffusion.models.layout import check_layout, refused_once
 from nemo_dllm.collections.diffusion.models.lora import LoRA
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.objectives import Objective
@@ -38,7 +39,8 @@ def pretrain(
     Raises:
         ValueError: where model, data and trainer do not fit together; names the fields, before anything is built.
     """
-    check_settings(model, data, trainer)
+    with refused_once():
+        check_settings(model, data, trainer)
     resume = start_from(init_from, mask_init, resume, data)
     return llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
 
@@ -63,7 +65,8 @@ def finetune(
     Raises:
         ValueError: as :func:`pretrain`, and for ``peft`` that cannot be trained or merged.
     """
-    check_settings(model, data, trainer)
+    with refused_once():
+        check_settings(model, data, trainer)
     _check_adapters(peft, init_from)
     resume = start_from(init_from, mask_init, resume, data)
     return llm.finetune(
@@ -83,20 +86,10 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
         strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size * strategy.context_parallel_size
     )
     world_size = trainer.num_devices * trainer.num_nodes
-    if world_size % model_size:
-        raise ValueError(
-            f"trainer.devices x trainer.num_nodes = {trainer.num_devices} x {trainer.num_nodes} = {world_size} is not "
-            f"divisible by tensor x pipeline x context parallel size = {strategy.tensor_model_parallel_size} x "
-            f"{strategy.pipeline_model_parallel_size} x {strategy.context_parallel_size} = {model_size}; change "
-            "trainer.devices or the sizes of trainer.strategy"
-        )
-    if strategy.context_parallel_size != 1:
-        raise ValueError(
-            f"trainer.strategy.context_parallel_size={strategy.context_parallel_size} is not supported; set it to 1"
-        )
+    check_layout(config, model.objective, trainer, data)
     check_batch_sizes(data.global_batch_size, data.micro_batch_size, world_size // model_size)
     _check_positions(config, data.seq_length)
-    _check_divisible(config, strategy, data.seq_length)
+    _check_rotary(config)
     _check_rows(model.objective, data, strategy)
     if trainer.max_steps < 1:
         raise ValueError(f"trainer.max_steps={trainer.max_steps} must be the number of optimizer steps, at least 1")
@@ -171,23 +164,6 @@ def _check_rows(objective: Objective, data: pl.LightningDataModule, strategy: nl
         )
 
 
-def _check_divisible(config, strategy: nl.MegatronStrategy, seq_length: int) -> None:
+def _check_rotary(config) -> None:
     if config.position_embedding_type == "rope" and config.kv_channels % 2:
         raise ValueError(f"model.config.kv_channels={config.kv_channels} must be even: rotary embeddings turn pairs")
-    sizes = {
-        "data.seq_length": seq_length if strategy.sequence_parallel else 0,
-        "model.config.num_attention_heads": config.num_attention_heads,
-        "model.config.num_query_groups": config.num_query_groups,
-        "model.config.num_layers": config.num_layers,
-        "trainer.strategy.tensor_model_parallel_size": strategy.tensor_model_parallel_size,
-        "trainer.strategy.pipeline_model_parallel_size": strategy.pipeline_model_parallel_size,
-    }
-    for whole, part in (
-        ("model.config.num_attention_heads", "model.config.num_query_groups"),
-        ("model.config.num_attention_heads", "trainer.strategy.tensor_model_parallel_size"),
-        ("model.config.num_query_groups", "trainer.strategy.tensor_model_parallel_size"),
-        ("data.seq_length", "trainer.strategy.tensor_model_parallel_size"),
-        ("model.config.num_layers", "trainer.strategy.pipeline_model_parallel_size"),
-    ):
-        if sizes[whole] % sizes[part]:
-            raise ValueError(f"{whole}={sizes[whole]} is not divisible by {part}={sizes[part]}; change one of them")

@@ -122,7 +122,6 @@ def test_the_backend_chooses_the_kernels(backend, kernel):
         ({"multi_latent_attention": True}, "multi_latent_attention=True is not supported .*; set .*=False"),
         ({"window_size": [4096, 0]}, r"window_size=\[4096, 0\] is not supported by bidirectional layers; set .*=None"),
         ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one' is not supported .*; set softmax_type='vanilla'"),
-        ({"context_parallel_size": 2}, "context_parallel_size=2 is not supported .*; set context_parallel_size=1"),
         ({"mtp_num_layers": 1}, "mtp_num_layers=1 is not supported"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

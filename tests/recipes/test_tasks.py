@@ -24,7 +24,8 @@ def test_devices_that_the_model_does_not_divide(check, tiny):
     with pytest.raises(
         ValueError,
         match="trainer.devices x trainer.num_nodes = 6 x 3 = 18 is not divisible by tensor x pipeline x context "
-        "parallel size = 2 x 2 x 1 = 4; change trainer.devices or the sizes of trainer.strategy",
+        "parallel size = 2 x 2 x 1 = 4; change trainer.devices or the sizes of trainer.strategy: the nearest is "
+        "trainer.devices=4",
     ):
         check(tiny)
     tiny.trainer.num_nodes = 10
@@ -86,7 +87,6 @@ def test_sequence_longer_than_the_table_of_learned_positions(check, tiny):
         ("trainer.strategy.pipeline_model_parallel_size", 3, "num_layers=4 is not divisible by trainer.strategy"),
         ("trainer.max_steps", 0, "trainer.max_steps=0 must be the number of optimizer steps, at least 1"),
         ("model.config.kv_channels", 47, "model.config.kv_channels=47 must be even: rotary embeddings turn pairs"),
-        ("trainer.strategy.context_parallel_size", 2, "context_parallel_size=2 is not supported; set it to 1"),
         (
             "trainer.limit_train_batches",
             3,

@@ -16,6 +16,7 @@ from nemo_dllm.collections.diffusion.models.adam import use_group_step_adam
 from nemo_dllm.collections.diffusion.models.balancing import give_to_layers
 from nemo_dllm.collections.diffusion.models.batch import DiffusionBatch, corrupt_batch, shard_context, to_device
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore, HeadOutput, Targets
+from nemo_dllm.collections.diffusion.models.layout import check_layout
 from nemo_dllm.collections.diffusion.models.loss import DiffusionLossReduction
 from nemo_dllm.collections.diffusion.models.moe_layer import adopt_moe_layers, check_balance_over
 from nemo_dllm.collections.diffusion.models.saving import keep_write_results_in_process
@@ -100,8 +101,9 @@ class DiffusionModel(GPTModel):
         """Learn the global batch size, over which times are stratified, and prepare for saving.
 
         Raises:
-            ValueError: for blocks that do not fit the data.
+            ValueError: for blocks, or a layout of ranks, that do not fit the data or the model.
         """
+        check_layout(self.config, self.objective, self.trainer, self.trainer.datamodule)
         if self.objective.block_size is not None:
             _check_blocks(self.objective.block_size, self.trainer.datamodule)
         if not self.trainer.strategy.async_save:

@@ -1,0 +1,171 @@
+"""A layout that does not fit is refused before anything is built: one message, with the nearest setting that fits."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.nemo
+
+EXPERTS = {
+    "model.config.num_moe_experts": 6,
+    "model.config.moe_ffn_hidden_size": 96,
+    "model.config.moe_router_topk": 2,
+}
+# The recipe has 4 layers, 4 heads in 2 groups, 576 wide, 128 tokens, 16 samples at a time; here on 12 devices.
+CASES = {
+    "more ranks of a model than devices": (
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "context_parallel_size": 2},
+        {},
+        "12 x 1 = 12 is not divisible by tensor x pipeline x context parallel size = 2 x 4 x 2 = 16; "
+        ".* nearest is trainer.devices=16",
+    ),
+    "experts over more ranks than there are": (
+        {"expert_model_parallel_size": 6, "pipeline_model_parallel_size": 4},
+        EXPERTS,
+        "= 12 is not divisible by expert tensor x expert x pipeline parallel size = 1 x 6 x 4 = 24; .*devices=24",
+    ),
+    "heads": (
+        {"tensor_model_parallel_size": 3},
+        {},
+        "num_attention_heads=4 is not divisible by .*tensor_model_parallel_size=3; set .*tensor_model_parallel_size=2",
+    ),
+    "groups of heads": (
+        {"tensor_model_parallel_size": 4},
+        {},
+        "num_query_groups=2 is not divisible by .*tensor_model_parallel_size=4; set .*tensor_model_parallel_size=2",
+    ),
+    "width": (
+        {"tensor_model_parallel_size": 2},
+        {"model.config.ffn_hidden_size": 577},
+        "ffn_hidden_size=577 is not divisible by .*tensor_model_parallel_size=2; set .*tensor_model_parallel_size=1",
+    ),
+    "experts": (
+        {"expert_model_parallel_size": 4},
+        EXPERTS,
+        "num_moe_experts=6 is not divisible by .*expert_model_parallel_size=4; set .*expert_model_parallel_size=3",
+    ),
+    "width of experts": (
+        {"expert_tensor_parallel_size": 4},
+        EXPERTS | {"model.config.moe_ffn_hidden_size": 98},
+        "moe_ffn_hidden_size=98 is not divisible by .*expert_tensor_parallel_size=4; set .*tensor_parallel_size=2",
+    ),
+    "no experts": (
+        {"expert_model_parallel_size": 2},
+        {},
+        "expert_model_parallel_size=2, but the model has no experts; set .*expert_model_parallel_size=1",
+    ),
+    "experts on tensor-parallel ranks": (
+        {"tensor_model_parallel_size": 2},
+        EXPERTS,
+        "tensor_model_parallel_size=2 with experts needs .*sequence_parallel=True, which is False; set it to True",
+    ),
+    "sequence without tensor parallelism": (
+        {"sequence_parallel": True},
+        {},
+        "sequence_parallel=True needs .*tensor_model_parallel_size above 1, which is 1; set .*sequence_parallel=False",
+    ),
+    "more stages than layers": (
+        {"pipeline_model_parallel_size": 6},
+        {},
+        "num_layers=4 is not divisible by .*pipeline_model_parallel_size=6; set .*pipeline_model_parallel_size=4",
+    ),
+    "virtual stages": (
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4},
+        {},
+        "num_layers=4 over .*pipeline_model_parallel_size=2 makes 2 layers a stage, not divisible by "
+        ".*virtual_pipeline_model_parallel_size=4; set .*virtual_pipeline_model_parallel_size=2",
+    ),
+    "virtual stages of one": (
+        {"virtual_pipeline_model_parallel_size": 2},
+        {},
+        "virtual_pipeline_model_parallel_size=2 needs .*pipeline_model_parallel_size above 1, .*; set .*size=None",
+    ),
+    "odd micro-batches of virtual stages": (
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        {"data.micro_batch_size": 1, "data.global_batch_size": 18},
+        "global_batch_size=18 makes 3 micro-batches, which virtual stages take in groups of "
+        ".*pipeline_model_parallel_size=2; set data.global_batch_size=24",
+    ),
+    "context": (
+        {"context_parallel_size": 6},
+        {},
+        "data.seq_length=128 is not divisible by .*context_parallel_size=6; set .*context_parallel_size=4",
+    ),
+    "context that cuts a block": (
+        {"context_parallel_size": 4},
+        {"model.objective.block_size": 64},
+        "data.seq_length=128 over .*context_parallel_size=4 makes shards of 32 tokens, which cut a block of "
+        "model.objective.block_size=64; set .*context_parallel_size=2",
+    ),
+    "context and sequence": (
+        {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"data.seq_length": 126},
+        "data.seq_length=126 is not divisible by .*context_parallel_size x .*tensor_model_parallel_size = 2 x 2 = 4; "
+        "set data.seq_length=128",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def check():
+    import fiddle as fdl
+
+    from nemo_dllm.collections.diffusion.models.layout import check_layout
+    from nemo_dllm.recipes.tiny import bd3lm_tiny, mdlm_tiny
+
+    def run(strategy, edits):
+        recipe = (bd3lm_tiny if "model.objective.block_size" in edits else mdlm_tiny)()
+        recipe.trainer.devices = 12
+        recipe.data.micro_batch_size, recipe.data.global_batch_size = 1, 24
+        for field, value in {
+            **{f"trainer.strategy.{name}": value for name, value in strategy.items()},
+            **edits,
+        }.items():
+            *path, name = field.split(".")
+            target = recipe
+            for part in path:
+                target = getattr(target, part)
+            setattr(target, name, value)
+        model, data, trainer = (fdl.build(getattr(recipe, part)) for part in ("model", "data", "trainer"))
+        check_layout(model.config, model.objective, trainer, data)
+
+    return run
+
+
+@pytest.mark.parametrize("strategy, edits, text", CASES.values(), ids=CASES)
+def test_sizes_that_do_not_go_together(check, strategy, edits, text):
+    with pytest.raises(ValueError, match=text):
+        check(strategy, edits)
+
+
+@pytest.mark.parametrize(
+    "strategy, edits",
+    [
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"model.config.vocab_size": 2049}),
+        ({"context_parallel_size": 4}, {"model.objective.block_size": 32}),
+        ({"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 2}, {}),
+        ({"expert_model_parallel_size": 6}, EXPERTS),
+    ],
+    ids=["a vocabulary is padded", "whole blocks", "uneven stages", "one expert a rank"],
+)
+def test_sizes_that_do(check, strategy, edits):
+    check(strategy, edits)
+
+
+def test_the_first_rank_speaks_and_all_exit(forks, tmp_path):
+    """Nothing is built, and no rank waits for another."""
+    edits = {"trainer.strategy.tensor_model_parallel_size": 4}
+    script = str(Path(__file__).with_name("settings_run.py"))
+    processes = []
+    for rank in range(2):
+        job = {"folder": str(tmp_path), "rank": rank, "ranks": 2, "edits": edits}
+        processes.append(forks.Process(target=runpy.run_path, args=(script, {"job": job}, "__main__")))
+        processes[-1].start()
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [1, 1]
+    first, second = ((tmp_path / f"console{rank}").read_text() for rank in range(2))
+    assert "is not divisible by tensor x pipeline x context parallel size = 4 x 1 x 1 = 4" in first
+    assert "not divisible" not in second
+    assert "Traceback" not in second
