@@ -148,17 +148,22 @@ def noise_by_rank(pl_module):
 
 def inputs_by_rank(pl_module):
     """Move the noised tokens by the rank's number: as noise by rank, but peers agree on the number of targets."""
-    change_batches(lambda batch: {"input_ids": batch.input_ids.roll(torch.distributed.get_rank(), 1)})
+    change_batches(lambda whole, shard: {"input_ids": shard.input_ids.roll(torch.distributed.get_rank(), 1)})
 
 
 def counts_of_every_rank(pl_module):
     """Let context-parallel ranks all count a sample's tokens."""
-    change_batches(lambda batch: {"count": batch.count})
+    change_batches(lambda whole, shard: {"count": whole.count})
 
 
 def change_batches(change):
-    shard = model_module.shard_context
-    model_module.shard_context = lambda batch, *ranks: shard(batch, *ranks)._replace(**change(batch))
+    shard_context = model_module.shard_context
+
+    def changed(whole, *ranks):
+        shard = shard_context(whole, *ranks)
+        return shard._replace(**change(whole, shard))
+
+    model_module.shard_context = changed
 
 
 MUTATIONS = {function.__name__: function for function in (noise_by_rank, inputs_by_rank, counts_of_every_rank)}
