@@ -124,7 +124,8 @@ class RunningServer:
     def __init__(self, model, limits=None, api_key=None, **options):
         self.model = model
         served = ServedModel(model, "toy", **options)
-        model.batches.clear()
+        if isinstance(model, ToyModel):
+            model.batches.clear()
         self.app = create_app(served, limits or ServerLimits(), api_key=api_key)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
@@ -137,7 +138,8 @@ class RunningServer:
         return self
 
     def stop(self):
-        self.model.open.set()
+        if isinstance(self.model, ToyModel):
+            self.model.open.set()
         self._server.should_exit = True
         self._thread.join(20)
         assert not self._thread.is_alive()

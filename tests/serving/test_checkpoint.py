@@ -91,6 +91,23 @@ def test_conversations_go_through_the_template(model, client):
     assert answer.usage.prompt_tokens == len(prompt)
 
 
+def test_a_batch_on_a_block_causal_model_is_its_rows_alone(single_process, kit):
+    from nemo_dllm.collections.diffusion.inference import load_checkpoint
+
+    loaded = load_checkpoint(MODELS / "sdar")
+    prompts = [[5], [7, 9, 3, 4, 8, 6], [11] * 9, [2, 3]]
+    with kit.running(loaded) as server:
+        body = {"prompt": prompts, "max_tokens": 11, "stop_at_eos": False}
+        batch = [choice["text"] for choice in server.post("/v1/completions", body).json()["choices"]]
+        alone = [server.post("/v1/completions", body | {"prompt": ids}).json()["choices"][0]["text"] for ids in prompts]
+        assert server.metric("batch_rows_sum") == 8 and server.metric("batch_rows_count") == 5
+    assert batch == alone
+    config = loaded.sampler_config(max_new_tokens=11, stop_at_eos=False)
+    assert config.cache == "exact"
+    result = generate(loaded.denoiser, [prompts[1]], config, mask_token_id=loaded.mask_token_id)
+    assert loaded.decode(result.sequences[0].tolist()) == loaded.decode(prompts[1]) + batch[1]
+
+
 def test_an_interrupt_ends_the_process(process, client):
     assert client.models.list().data[0].id == "tiny"
     process.send_signal(signal.SIGINT)

@@ -69,6 +69,16 @@ def test_wrong_values_and_what_is_not_supported(field, value):
     assert {entry["loc"][0] for entry in error.value.errors()} == {field}
 
 
+def test_one_mistake_of_a_list_is_enough():
+    for field, item in (("prompt", ["a"]), ("stop", 1), ("stop_token_ids", "a")):
+        with pytest.raises(ValidationError) as error:
+            completion(**{field: [item] * 100_000})
+        assert error.value.error_count() <= 4
+    with pytest.raises(ValidationError) as error:
+        ChatRequest.model_validate({"messages": [{}] * 100_000})
+    assert error.value.error_count() == 2
+
+
 def test_what_says_that_nothing_is_wanted_is_let_through():
     completion(logprobs=None, echo=False, best_of=1, presence_penalty=0.0, logit_bias={}, user="me")
     turn = {"role": "user", "content": "a"}

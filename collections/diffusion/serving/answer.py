@@ -72,6 +72,7 @@ class Answer:
     ):
         self._loop = asyncio.get_running_loop()
         self._arrival, self._timeout, self._metrics = time.monotonic(), timeout, metrics
+        self._deadline = self._loop.time() + timeout
         self._has_text = False
         self._updates: asyncio.Queue[ChoiceUpdate | Exception] = asyncio.Queue()
         self._decode, self._engine = decode, engine
@@ -103,14 +104,15 @@ class Answer:
         """
         unfinished = len(self._rows)
         try:
-            async with asyncio.timeout(self._timeout):
-                while unfinished:
+            while unfinished:
+                # Not around the whole loop: what runs between two updates is the caller's.
+                async with asyncio.timeout_at(self._deadline):
                     update = await self._updates.get()
-                    if isinstance(update, Exception):
-                        raise update
-                    unfinished -= update.finish_reason is not None
-                    self._count(update)
-                    yield update
+                if isinstance(update, Exception):
+                    raise update
+                unfinished -= update.finish_reason is not None
+                self._count(update)
+                yield update
         except TimeoutError as error:
             raise RequestError(504, f"no answer within {self._timeout:g} s", code="timeout") from error
         finally:

@@ -226,6 +226,7 @@ class BatchingEngine:
         except Exception as error:
             left = [row for row in rows if not (row.done or row.abandoned)]
             if len(rows) > 1:
+                logger.warning("a batch of %d rows failed, which are tried one by one: %r", len(rows), error)
                 # One row must not take the others with it, and each repeats alone what it has delivered.
                 for row in left:
                     self._run([row])

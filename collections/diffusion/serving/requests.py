@@ -1,7 +1,7 @@
 """Bodies of requests: OpenAI's fields, and the sampler's settings beside them."""
 
 import types
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
@@ -50,6 +50,10 @@ def _whole_characters(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_whole_characters)]
 
+Item = TypeVar("Item")
+# A long list of nothing but mistakes would keep the event loop busy with their texts.
+ListOf = Annotated[list[Item], Field(fail_fast=True)]
+
 
 def _json_type(annotation: Any) -> Any:
     """The type of a setting as JSON has it: tuples are arrays, integers have 64 bits."""
@@ -57,7 +61,7 @@ def _json_type(annotation: Any) -> Any:
         members = [_json_type(member) for member in get_args(annotation)]
         return Union[tuple(members)]  # noqa: UP007
     if get_origin(annotation) is tuple:
-        return list[_json_type(get_args(annotation)[0])]
+        return ListOf[_json_type(get_args(annotation)[0])]
     if annotation is int:
         return Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)]
     return annotation
@@ -83,7 +87,7 @@ class _Standard(BaseModel):
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     n: Annotated[int | None, Field(ge=1, description="Samples per prompt.")] = None
     seed: Annotated[int | None, Field(ge=-_INT64 - 1, le=_INT64)] = None
-    stop: Annotated[Text | list[Text] | None, Field(description="Texts that end the completion.")] = None
+    stop: Annotated[Text | ListOf[Text] | None, Field(description="Texts that end the completion.")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str | None, Field(description="Has no effect.")] = None
@@ -118,7 +122,7 @@ _Base = create_model(
 class CompletionRequest(_Base):
     """The body of ``/v1/completions``."""
 
-    prompt: Text | list[Text] | list[int] | list[list[int]]
+    prompt: Text | ListOf[Text] | ListOf[int] | ListOf[ListOf[int]]
     suffix: Annotated[Text | None, Field(description="Text behind the completion, which fills in what is between.")] = (
         None
     )
@@ -143,7 +147,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | ListOf[TextPart]
     name: _not_supported(None)
     tool_calls: _not_supported(None, [])
     refusal: _not_supported(None)
@@ -160,7 +164,7 @@ class Message(BaseModel):
 class ChatRequest(_Base):
     """The body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[ListOf[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int | None, Field(ge=1, description="The newer name of max_tokens.")] = None
     chat_template_kwargs: Annotated[
         dict[str, Any], Field(default_factory=dict, description="Further variables of the chat template.")
