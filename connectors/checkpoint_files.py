@@ -1,11 +1,10 @@
 """Hugging Face checkpoint folders: read tensor by tensor, written whole or not at all."""
 
 import json
-import os
 import pickle
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nemo_dllm.connectors.safetensors_writer import write_safetensors
+from nemo_dllm.connectors.new_folder import refuse_existing, refuse_unfinished, replace_folder, unfinished_sibling
+from nemo_dllm.connectors.safetensors_writer import SafetensorsFile, TensorHeader
+from nemo_dllm.connectors.shard_layout import (
+    SAFETENSORS_FILE,
+    SAFETENSORS_INDEX,
+    ShardLayout,
+    ShardPlan,
+    json_bytes,
+    plan_shards,
+)
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-SAFETENSORS_FILE = "model.safetensors"
-SAFETENSORS_INDEX = "model.safetensors.index.json"
 PICKLE_FILE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
-
-DEFAULT_SHARD_SIZE = 5_000_000_000
 
 # Numbers.
 _CHECKED_AT_ONCE = 1 << 24
@@ -134,6 +138,7 @@ def _open_shard(file: Path) -> _SafetensorsShard | _PickleShard:
 def _read_config(path: Path) -> dict:
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a folder; give a Hugging Face checkpoint folder with {CONFIG_FILE}")
+    refuse_unfinished(path)
     if (path / "context").is_dir():
         raise ValueError(f"{path} is a NeMo checkpoint; export it to Hugging Face first, or use it as it is")
     file = path / CONFIG_FILE
@@ -187,38 +192,40 @@ def _open_indexed(path: Path, index_name: str) -> dict[str, _SafetensorsShard | 
 def write_hf_checkpoint(
     out_dir: str | Path,
     config: Mapping,
+    headers: Mapping[str, TensorHeader],
     tensors: Iterable[tuple[str, Tensor]],
     *,
-    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    layout: ShardLayout | None = None,
+    max_shard_size: int | None = None,
     extra_files: Mapping[str, bytes] | None = None,
     last_files: Callable[[], Mapping[str, bytes]] = dict,
     overwrite: bool = False,
 ) -> Path:
     """Write a checkpoint folder: it appears complete under its name, or not at all.
 
-    Everything goes to a folder beside it, ``config.json`` last, and is then renamed; an error removes that folder.
+    Everything goes to a folder beside it, ``config.json`` last, and is then renamed; an error removes that folder, and
+    the next conversion to the same place what a killed process left. One tensor is in memory at a time.
 
     Args:
         out_dir: the folder to make.
         config: content of ``config.json``.
-        tensors: (name, tensor) pairs, drawn one by one; names must differ.
-        max_shard_size: bytes of tensors per file; a larger single tensor has a file of its own. With more than one
-            file an index is written.
+        headers: of all tensors, by name.
+        tensors: (name, tensor) pairs, drawn one by one, in any order.
+        layout, max_shard_size: which tensors go to which file, see :func:`plan_shards`.
         extra_files: content of further files by name; they win over ``config``'s own file.
         last_files: as ``extra_files``, called once all tensors are written.
         overwrite: replace an existing folder.
 
     Raises:
         FileExistsError: where ``out_dir`` exists and ``overwrite`` is False; nothing is read or changed.
-        ValueError: for a repeated name.
     """
     out_dir = Path(out_dir)
     refuse_existing(out_dir, overwrite)
     unfinished = unfinished_sibling(out_dir)
     unfinished.mkdir(parents=True)
     try:
-        _write_shards(unfinished, tensors, max_shard_size)
-        files = {CONFIG_FILE: _json_bytes(config), **(extra_files or {}), **last_files()}
+        _write_shards(unfinished, plan_shards(headers, layout, max_shard_size), headers, tensors)
+        files = {CONFIG_FILE: json_bytes(config), **(extra_files or {}), **last_files()}
         for name in sorted(files, key=lambda name: name == CONFIG_FILE):
             (unfinished / name).write_bytes(files[name])
     except BaseException:
@@ -228,67 +235,14 @@ def write_hf_checkpoint(
     return out_dir
 
 
-def refuse_existing(folder: Path, overwrite: bool) -> None:
-    """Raise ``FileExistsError`` where a folder exists that may not be replaced."""
-    if folder.exists() and not overwrite:
-        raise FileExistsError(f"{folder} exists; choose another folder or pass overwrite=True")
-
-
-def unfinished_sibling(folder: Path) -> Path:
-    """Name of a folder beside ``folder``, on the same disk, for writing it and then renaming."""
-    return folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
-
-
-def replace_folder(finished: Path, folder: Path) -> None:
-    """Rename ``finished`` to ``folder``; what stood there before is removed once the new one is in place."""
-    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-    if folder.exists():
-        folder.rename(old)
-    finished.rename(folder)
-    if old.exists():
-        shutil.rmtree(old)
-
-
-def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_size: int) -> None:
-    shards: list[list[str]] = []
-    total_size = 0
-    seen: set[str] = set()
-    for shard in _shards(tensors, max_shard_size):
-        for name in shard:
-            if name in seen:
-                raise ValueError(f"tensor {name} was given twice")
-            seen.add(name)
-        with (folder / f"{len(shards)}.part").open("wb") as file:
-            write_safetensors(file, shard)
-        shards.append(list(shard))
-        total_size += sum(tensor.nbytes for tensor in shard.values())
-        shard.clear()  # The next one is collected before this name is free.
-    if len(shards) == 1:
-        (folder / "0.part").rename(folder / SAFETENSORS_FILE)
-        return
-    weight_map = {}
-    for index, names in enumerate(shards):
-        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"{index}.part").rename(folder / file)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / SAFETENSORS_INDEX).write_bytes(_json_bytes(index))
-
-
-def _shards(tensors: Iterable[tuple[str, Tensor]], max_shard_size: int) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    size = 0
+def _write_shards(
+    folder: Path, plan: ShardPlan, headers: Mapping[str, TensorHeader], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    shard_of: dict[str, SafetensorsFile] = {}
+    for file, names in plan.files.items():
+        shard_of |= dict.fromkeys(names, SafetensorsFile(folder / file, {name: headers[name] for name in names}))
     for name, tensor in tensors:
-        if name in shard:
-            raise ValueError(f"tensor {name} was given twice")
-        if shard and size + tensor.nbytes > max_shard_size:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor.contiguous()
-        size += tensor.nbytes
-    if shard:
-        yield shard
-
-
-def _json_bytes(content: Mapping) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+        shard_of.pop(name).write(name, tensor)
+    assert not shard_of, f"never written: {', '.join(shard_of)}"
+    if plan.index is not None:
+        (folder / SAFETENSORS_INDEX).write_bytes(plan.index)

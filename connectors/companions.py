@@ -12,10 +12,12 @@ from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE
 from nemo_dllm.connectors.config import Origin
 from nemo_dllm.connectors.facts import CheckpointFacts
 from nemo_dllm.connectors.mask_token import MaskToken
+from nemo_dllm.connectors.shard_layout import ShardLayout, read_shard_layout
 from nemo_dllm.connectors.tokenizer_files import write_mask_token
 
 FOLDER = "hf"
 FACTS_FILE = "nemo_dllm.json"
+SHARDS_FILE = "nemo_dllm_shards.json"
 SUMMARY_FILE = "nemo_dllm_conversion.json"
 
 # Configuration, tokenizer, chat template, generation settings and remote code; never weights or their indices.
@@ -23,7 +25,7 @@ _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 
 
 def copy_companions(hf_path: Path, folder: Path, facts: CheckpointFacts, mask_token: MaskToken) -> None:
-    """Copy the small files of a Hugging Face checkpoint, byte for byte, and write its facts beside them.
+    """Copy the small files of a Hugging Face checkpoint, byte for byte, and write facts and shards beside them.
 
     A mask token that they lack is added to the tokenizer's.
 
@@ -40,10 +42,13 @@ def copy_companions(hf_path: Path, folder: Path, facts: CheckpointFacts, mask_to
     if mask_token.added:
         write_mask_token(folder, mask_token)
     (folder / FACTS_FILE).write_text(json.dumps(facts.to_json(), indent=2) + "\n")
+    layout = read_shard_layout(hf_path)
+    if layout is not None:
+        (folder / SHARDS_FILE).write_text(json.dumps(layout._asdict(), indent=2) + "\n")
 
 
 def _is_about_weights(name: str) -> bool:
-    return name.endswith(".index.json") or name == SUMMARY_FILE
+    return name.endswith(".index.json") or name in (SUMMARY_FILE, SHARDS_FILE)
 
 
 def read_origin(nemo_path: Path) -> Origin | None:
@@ -62,7 +67,13 @@ def read_companions(folder: Path) -> Origin | None:
 
 
 def companion_files(nemo_path: Path) -> dict[str, bytes]:
-    """Content of the origin's small files by name, without its facts; empty where there is no origin."""
+    """Content of the origin's small files by name, without what was written beside them; empty without an origin."""
     folder = nemo_path / "context" / FOLDER
     files = folder.iterdir() if folder.is_dir() else ()
-    return {file.name: file.read_bytes() for file in files if file.name != FACTS_FILE}
+    return {file.name: file.read_bytes() for file in files if file.name not in (FACTS_FILE, SHARDS_FILE)}
+
+
+def origin_layout(nemo_path: Path) -> ShardLayout | None:
+    """The origin's layout of shards; None where it had pickles, or there is no origin."""
+    file = nemo_path / "context" / FOLDER / SHARDS_FILE
+    return ShardLayout(**json.loads(file.read_text())) if file.is_file() else None

@@ -19,13 +19,14 @@ from nemo_dllm.collections.diffusion.models.lora import add_adapters, merge_adap
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.single_process import single_process
 from nemo_dllm.connectors.build import build_on_cpu
-from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, DEFAULT_SHARD_SIZE, refuse_existing, write_hf_checkpoint
-from nemo_dllm.connectors.companions import SUMMARY_FILE, companion_files, read_origin
+from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, write_hf_checkpoint
+from nemo_dllm.connectors.companions import SUMMARY_FILE, companion_files, origin_layout, read_origin
 from nemo_dllm.connectors.config import Origin, diffusion_hf_config
 from nemo_dllm.connectors.config_table import hf_dtype
 from nemo_dllm.connectors.families import family_of
 from nemo_dllm.connectors.family import Family
-from nemo_dllm.connectors.load import export_hf_tensors
+from nemo_dllm.connectors.load import export_hf_tensors, hf_tensor_headers
+from nemo_dllm.connectors.new_folder import refuse_existing, refuse_unfinished
 from nemo_dllm.connectors.summary import TensorTally, conversion_summary
 
 # NeMo saves the Megatron model as a child of its own module.
@@ -37,7 +38,7 @@ def export_hf_checkpoint(
     nemo_path: str | Path,
     output_path: str | Path,
     *,
-    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    max_shard_size: int | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a NeMo checkpoint of a diffusion model as a Hugging Face checkpoint; whole or not at all.
@@ -50,7 +51,8 @@ def export_hf_checkpoint(
     Args:
         nemo_path: an import, or a checkpoint of any step of a training.
         output_path: folder to make.
-        max_shard_size: bytes of tensors per file.
+        max_shard_size: bytes of tensors per file; None keeps the files of what training started from, and is 5 GB
+            where that has other tensors, or torch pickles.
         overwrite: replace an existing folder.
 
     Raises:
@@ -85,7 +87,9 @@ def export_hf_checkpoint(
         return write_hf_checkpoint(
             output_path,
             config,
+            hf_tensor_headers(core, expert_bias_dtype=bias_dtype),
             tally.watch(export_hf_tensors(core, expert_bias_dtype=bias_dtype)),
+            layout=None if origin is None else origin_layout(nemo_path),
             max_shard_size=max_shard_size,
             extra_files=files,
             last_files=lambda: {SUMMARY_FILE: _summary(nemo_path, origin, model, core.logical_vocab_size, tally)},
@@ -130,6 +134,7 @@ def load_nemo_checkpoint(nemo_path: str | Path) -> DiffusionModel:
         ValueError: for a Hugging Face checkpoint, and the checkpoint of another kind of model.
     """
     nemo_path = Path(nemo_path)
+    refuse_unfinished(nemo_path)
     if not (nemo_path / "context").is_dir():
         if (nemo_path / CONFIG_FILE).is_file():
             raise ValueError(f"{nemo_path} is a Hugging Face checkpoint; import it first (llm.import_ckpt)")

@@ -17,11 +17,11 @@ from nemo_dllm.collections.diffusion.models.saving import keep_write_results_in_
 from nemo_dllm.collections.diffusion.single_process import single_process
 from nemo_dllm.connectors.adoption import Source, adopt_import, open_source
 from nemo_dllm.connectors.build import build_on_cpu, cast_parameters
-from nemo_dllm.connectors.checkpoint_files import refuse_existing, replace_folder, unfinished_sibling
 from nemo_dllm.connectors.companions import FOLDER, SUMMARY_FILE, copy_companions
 from nemo_dllm.connectors.config import hf_to_nemo_config
 from nemo_dllm.connectors.load import export_hf_tensors, load_hf_weights
 from nemo_dllm.connectors.nemo_tokenizer import nemo_tokenizer
+from nemo_dllm.connectors.new_folder import refuse_existing, replace_folder, unfinished_sibling
 from nemo_dllm.connectors.summary import TensorTally, conversion_summary
 
 

@@ -13,7 +13,6 @@ from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.connectors.adoption import adopt_import
-from nemo_dllm.connectors.checkpoint_files import DEFAULT_SHARD_SIZE
 from nemo_dllm.connectors.hf_export import export_hf_checkpoint
 from nemo_dllm.connectors.hf_import import import_hf_checkpoint
 
@@ -53,7 +52,7 @@ class HFImporter(io.ModelConnector):
 class HFExporter(io.ModelConnector):
     """Writes the NeMo checkpoint at its path as a Hugging Face checkpoint folder."""
 
-    def __call__(self, output_path: Path, overwrite: bool = False, max_shard_size: int = DEFAULT_SHARD_SIZE) -> Path:
+    def __call__(self, output_path: Path, overwrite: bool = False, max_shard_size: int | None = None) -> Path:
         """See :func:`export_hf_checkpoint`."""
         return export_hf_checkpoint(Path(self), output_path, max_shard_size=max_shard_size, overwrite=overwrite)
 

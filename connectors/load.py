@@ -18,6 +18,7 @@ from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, HFCheckpoint
 from nemo_dllm.connectors.expert_keys import EXPERT_BIAS
 from nemo_dllm.connectors.families import family_of, find_family
 from nemo_dllm.connectors.key_table import Entry, KeyTable, ModelDimensions, Replicated, TensorRank
+from nemo_dllm.connectors.safetensors_writer import TensorHeader
 from nemo_dllm.connectors.stacked_experts import StackedExperts, per_expert
 from nemo_dllm.connectors.vocabulary_growth import GrownCheckpoint, grow_vocabulary, tied_head
 
@@ -111,12 +112,31 @@ def export_hf_tensors(
     Raises:
         ValueError: where parameters and key table do not agree, naming all that do not, before the first tensor.
     """
+    return _written(_export_assignments(model), expert_bias_dtype)
+
+
+def hf_tensor_headers(
+    model: nn.Module | Sequence[nn.Module], *, expert_bias_dtype: torch.dtype | None = None
+) -> dict[str, TensorHeader]:
+    """Dtype and full shape of each tensor that :func:`export_hf_tensors`, which see, yields in this process."""
+    return {
+        name: TensorHeader(_export_dtype(name, a.parameter, expert_bias_dtype), tuple(shape))
+        for a in _export_assignments(model)
+        for name, shape in zip(a.entry.hf, a.hf_shapes(), strict=True)
+    }
+
+
+def _export_assignments(model: nn.Module | Sequence[nn.Module]) -> list[Assignment]:
     chunks = _chunks(model)
     family = family_of(chunks[0].config)
     assignments, problems = _assign(chunks, family.key_table(chunks[0].config))
     if problems:
         raise ValueError(f"the model is none of family {family.name}:\n" + "\n".join(problems))
-    return _written(assignments, expert_bias_dtype)
+    return assignments
+
+
+def _export_dtype(name: str, parameter: Tensor, expert_bias_dtype: torch.dtype | None) -> torch.dtype:
+    return expert_bias_dtype if expert_bias_dtype is not None and name.endswith(EXPERT_BIAS) else parameter.dtype
 
 
 def check_fits_config(config, hf_config: Mapping[str, Any], where: Path) -> None:
@@ -146,7 +166,7 @@ def _written(assignments: list[Assignment], expert_bias_dtype: torch.dtype | Non
     for a in assignments:
         tensors = a.entry.layout.write(_parts_of_all_ranks(a), a.dimensions)
         for name, tensor in zip(a.entry.hf, tensors, strict=True):
-            dtype = expert_bias_dtype if name.endswith(EXPERT_BIAS) else None
+            dtype = _export_dtype(name, a.parameter, expert_bias_dtype)
             yield name, tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
 

@@ -1,8 +1,10 @@
-"""Safetensors files, written without the second copy of all tensors that the library makes."""
+"""Safetensors files written in place: the header first, then the tensors one by one, in whatever order they come."""
 
 import json
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,17 +24,57 @@ DTYPE_NAMES = {
 }
 
 
-def write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> None:
-    """Write a whole file; ``tensors`` are contiguous and on the CPU."""
-    # Wide types first: readers want every tensor at a multiple of its width.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    file.write(len(encoded).to_bytes(8, "little") + encoded)
-    for _, tensor in ordered:
-        file.write(tensor.reshape(-1).view(torch.uint8).numpy())
+class TensorHeader(NamedTuple):
+    """What a file's header says about a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Entries."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorHeader":
+        """The header of a tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+
+class SafetensorsFile:
+    """A file that is made with its header, and complete once every tensor was written.
+
+    Args:
+        path: the file to make.
+        headers: of its tensors, by name. The file orders them as the library does: wide types first, then by name.
+    """
+
+    def __init__(self, path: Path, headers: Mapping[str, TensorHeader]):
+        self._path, self._headers = path, headers
+        self._offsets: dict[str, int] = {}
+        # Wide types first: readers want every tensor at a multiple of its width.
+        ordered = sorted(headers, key=lambda name: (-headers[name].dtype.itemsize, name))
+        content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in ordered:
+            dtype, shape = headers[name]
+            start, end = end, end + headers[name].nbytes
+            content[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+            self._offsets[name] = start
+        encoded = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        path.write_bytes(len(encoded).to_bytes(8, "little") + encoded)
+        self._data = 8 + len(encoded)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor in its place; it is on the CPU and as its header says."""
+        assert TensorHeader.of(tensor) == self._headers[name], f"{name} is not as its header says"
+        # Not kept open: a checkpoint may have hundreds of files.
+        with self._path.open("r+b") as file:
+            file.seek(self._data + self._offsets[name])
+            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())

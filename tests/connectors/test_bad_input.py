@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from nemo_dllm.connectors.checkpoint_files import HFCheckpoint, write_hf_checkpoint
 from nemo_dllm.connectors.facts import read_facts
+from nemo_dllm.connectors.safetensors_writer import TensorHeader
 from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
 
 INDEX = "model.safetensors.index.json"
@@ -112,29 +114,37 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def write(folder, tensors, drawn=None, **options):
+    headers = {name: TensorHeader.of(tensor) for name, tensor in tensors.items()}
+    return write_hf_checkpoint(folder, {}, headers, tensors.items() if drawn is None else drawn, **options)
+
+
 def test_a_full_disk_leaves_no_export(small_files, tmp_path):
     small_files()
     with pytest.raises(OSError, match="File too large"):
-        write_hf_checkpoint(tmp_path / "out", {}, [("a", torch.zeros(100, 100)), ("b", torch.zeros(300, 300))])
+        write(tmp_path / "out", {"a": torch.zeros(100, 100), "b": torch.zeros(300, 300)})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_export_leaves_no_checkpoint(tmp_path):
+def test_a_killed_export_leaves_no_checkpoint_and_the_next_one_nothing_of_it(tmp_path):
+    tensors = {"a": torch.zeros(3), "b": torch.zeros(3)}
+
     def killed():
-        yield "a", torch.zeros(3)
+        yield "a", tensors["a"]
         os.kill(os.getpid(), signal.SIGKILL)
-        yield "b", torch.zeros(3)
+        yield "b", tensors["b"]
 
     child = os.fork()
     if child == 0:
-        write_hf_checkpoint(tmp_path / "out", {}, killed(), max_shard_size=1)
+        write(tmp_path / "out", tensors, killed(), max_shard_size=1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert not (tmp_path / "out").exists()
-    for left in tmp_path.iterdir():
-        assert left.name.startswith(".out.unfinished")
-        with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
-            HFCheckpoint(left)
-    assert HFCheckpoint(write_hf_checkpoint(tmp_path / "out", {}, [("a", torch.zeros(3))])).shapes == {"a": (3,)}
+    (left,) = tmp_path.iterdir()
+    assert left.name == f".out.unfinished-{socket.gethostname()}-{child}"
+    (left / "config.json").write_text("{}")  # As late as it can be.
+    with pytest.raises(ValueError, match="is a conversion that did not end; convert again"):
+        HFCheckpoint(left)
+    assert HFCheckpoint(write(tmp_path / "out", tensors)).shapes == {"a": (3,), "b": (3,)}
+    assert [folder.name for folder in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_dllm.connectors.checkpoint_files import HFCheckpoint, replace_folder, write_hf_checkpoint
+from nemo_dllm.connectors.checkpoint_files import HFCheckpoint, write_hf_checkpoint
+from nemo_dllm.connectors.safetensors_writer import TensorHeader
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
@@ -118,17 +119,18 @@ def test_tells_what_is_wrong_with_a_folder(tmp_path):
 
 
 TENSORS = {f"t{i}": torch.arange(10.0) + i for i in range(5)}  # 40 bytes each
+HEADERS = {name: TensorHeader.of(tensor) for name, tensor in TENSORS.items()}
 
 
 def test_writes_one_file_and_what_it_holds(tmp_path):
-    folder = write_hf_checkpoint(tmp_path / "out", {"a": 1}, TENSORS.items(), extra_files={"x.txt": b"x"})
+    folder = write_hf_checkpoint(tmp_path / "out", {"a": 1}, HEADERS, TENSORS.items(), extra_files={"x.txt": b"x"})
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors", "x.txt"]
     assert HFCheckpoint(folder).config == {"a": 1}
     assert_equal(tensors_of(HFCheckpoint(folder)), TENSORS)
 
 
 def test_index_lists_what_the_shards_hold(tmp_path):
-    folder = write_hf_checkpoint(tmp_path / "out", {}, TENSORS.items(), max_shard_size=100)
+    folder = write_hf_checkpoint(tmp_path / "out", {}, HEADERS, TENSORS.items(), max_shard_size=100)
     index = json.loads((folder / INDEX).read_text())
     assert index["metadata"] == {"total_size": 200}
     shards = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -139,16 +141,26 @@ def test_index_lists_what_the_shards_hold(tmp_path):
 
 
 def test_a_tensor_above_the_shard_size_has_its_own_file(tmp_path):
-    folder = write_hf_checkpoint(tmp_path / "out", {}, TENSORS.items(), max_shard_size=1)
+    folder = write_hf_checkpoint(tmp_path / "out", {}, HEADERS, TENSORS.items(), max_shard_size=1)
     assert len(list(folder.glob("*.safetensors"))) == len(TENSORS)
 
 
-def test_refuses_a_name_that_comes_twice(tmp_path):
-    for max_shard_size in (1, 1000):
-        with pytest.raises(ValueError, match="tensor t0 was given twice"):
-            write_hf_checkpoint(
-                tmp_path / "out", {}, [*TENSORS.items(), *TENSORS.items()], max_shard_size=max_shard_size
-            )
+@pytest.mark.parametrize("max_shard_size", [1, 100, 1000])
+def test_tensors_may_come_in_any_order(tmp_path, max_shard_size):
+    folders = [
+        write_hf_checkpoint(
+            tmp_path / f"{step}", {}, HEADERS, [*TENSORS.items()][::step], max_shard_size=max_shard_size
+        )
+        for step in (1, -1)
+    ]
+    assert_equal(tensors_of(HFCheckpoint(folders[1])), TENSORS)
+    left, right = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders)
+    assert left == right
+
+
+def test_every_tensor_must_come(tmp_path):
+    with pytest.raises(AssertionError, match="never written: t4"):
+        write_hf_checkpoint(tmp_path / "out", {}, HEADERS, list(TENSORS.items())[:-1])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -156,14 +168,14 @@ def test_an_existing_folder_stays_as_it_is(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     with pytest.raises(FileExistsError, match="exists; choose another folder or pass overwrite=True"):
-        write_hf_checkpoint(tmp_path / "out", {}, iter(()))
+        write_hf_checkpoint(tmp_path / "out", {}, {}, ())
     assert [file.name for file in tmp_path.rglob("*")] == ["out", "mine"]
 
 
 def test_overwrite_replaces_the_whole_folder(tmp_path):
     for content in ({"a": 1}, {"b": 2}):
         folder = write_hf_checkpoint(
-            tmp_path / "out", content, TENSORS.items(), extra_files={f"{len(content)}": b""}, overwrite=True
+            tmp_path / "out", content, HEADERS, TENSORS.items(), extra_files={f"{len(content)}": b""}, overwrite=True
         )
     assert HFCheckpoint(folder).config == {"b": 2}
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
@@ -172,14 +184,14 @@ def test_overwrite_replaces_the_whole_folder(tmp_path):
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_an_error_on_the_way_leaves_nothing_new(tmp_path, overwrite):
     if overwrite:
-        write_hf_checkpoint(tmp_path / "out", {"old": 1}, TENSORS.items())
+        write_hf_checkpoint(tmp_path / "out", {"old": 1}, HEADERS, TENSORS.items())
 
     def failing():
         yield from TENSORS.items()
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_hf_checkpoint(tmp_path / "out", {}, failing(), max_shard_size=100, overwrite=overwrite)
+        write_hf_checkpoint(tmp_path / "out", {}, HEADERS, failing(), max_shard_size=100, overwrite=overwrite)
     assert [file.name for file in tmp_path.iterdir()] == (["out"] if overwrite else [])
     if overwrite:
         assert HFCheckpoint(tmp_path / "out").config == {"old": 1}
@@ -194,12 +206,6 @@ def test_no_folder_can_be_loaded_before_the_last_tensor_is_written(tmp_path):
             folders.append([file for file in tmp_path.rglob("*") if file.name == "config.json"])
             yield item
 
-    write_hf_checkpoint(tmp_path / "out", {}, watched(), max_shard_size=1)
+    write_hf_checkpoint(tmp_path / "out", {}, HEADERS, watched(), max_shard_size=1)
     assert folders == [[]] * len(TENSORS)
     assert (tmp_path / "out" / "config.json").is_file()
-
-
-def test_replace_folder_without_a_predecessor(tmp_path):
-    (tmp_path / "new").mkdir()
-    replace_folder(tmp_path / "new", tmp_path / "out")
-    assert [file.name for file in tmp_path.iterdir()] == ["out"]

@@ -79,7 +79,9 @@ def test_an_autoregressive_checkpoint_comes_back_as_a_diffusion_model(make_model
     for file in UNTOUCHED:
         assert (exported / file).read_bytes() == (models / name / file).read_bytes()
     assert AutoTokenizer.from_pretrained(exported).mask_token_id == 196
-    files = ["config.json", "model.safetensors", "modeling_a2d.py", SUMMARY, *COMPANIONS]
+    weights = {file.name: file.read_bytes() for file in (models / name).glob("model*")}
+    assert {file.name: file.read_bytes() for file in exported.glob("model[.-]*")} == weights
+    files = ["config.json", "modeling_a2d.py", SUMMARY, *weights, *COMPANIONS]
     assert sorted(file.name for file in exported.iterdir()) == sorted(files)
     source, config = read_config(models / name), read_config(exported)
     assert {key: value for key, value in config.items() if value != source.get(key, ...)} == {
@@ -312,9 +314,9 @@ def test_a_model_without_an_origin_gets_its_files_from_configuration_and_tokeniz
     assert_same_weights(export_ckpt(import_ckpt(again, exported, tmp_path / "nemo2"), tmp_path / "hf2"), exported)
 
 
-def test_weight_files_and_indices_are_no_companions(make_model, models, tmp_path):
+def test_weight_files_are_no_companions(make_model, models, tmp_path):
     source = shutil.copytree(models / "qwen3_sharded", tmp_path / "sharded")
     save_file({"x": torch.zeros(1)}, source / "stray.safetensors")
     imported = import_ckpt(make_model(source), source, tmp_path / "nemo")
     names = sorted(file.name for file in (imported / "context" / "hf").iterdir())
-    assert names == sorted(["config.json", "nemo_dllm.json", *COMPANIONS])
+    assert names == sorted(["config.json", "nemo_dllm.json", "nemo_dllm_shards.json", *COMPANIONS])

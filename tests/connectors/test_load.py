@@ -61,10 +61,13 @@ def test_export_gives_every_tensor_back(build_core, models, name):
 
 def test_import_of_an_export_is_the_model(build_core, models, tmp_path):
     from nemo_dllm.connectors.checkpoint_files import HFCheckpoint, write_hf_checkpoint
+    from nemo_dllm.connectors.load import hf_tensor_headers
 
     first = load(build_core(models / "qwen3"), models / "qwen3")
     config = HFCheckpoint(models / "qwen3").config
-    folder = write_hf_checkpoint(tmp_path / "out", config, export(first).items(), max_shard_size=100_000)
+    folder = write_hf_checkpoint(
+        tmp_path / "out", config, hf_tensor_headers(first), export(first).items(), max_shard_size=100_000
+    )
     second = load(build_core(folder), folder)
     assert_equal(dict(first.named_parameters()), dict(second.named_parameters()))
 

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.nemo
 
 DIFFUSION = ("a2d_qwen2", "a2d_llama", "sdar", "dream", "llada", "llada_gqa")
 AUTOREGRESSIVE = ("qwen2", "llama", "llama3_rope")
+INDEX = "model.safetensors.index.json"
 SUMMARY = "nemo_dllm_conversion.json"
 
 
@@ -111,16 +112,46 @@ def test_a_pickle_comes_back_as_safetensors(round_trip, models, tmp_path):
     assert_same_weights(exported, models / "dream")
 
 
-def test_shards_are_read_together(round_trip, models, tmp_path):
-    source = shutil.copytree(models / "llada", tmp_path / "sharded")
-    tensors = load_file(source / "model.safetensors")
-    (source / "model.safetensors").unlink()
-    files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-    weight_map = {name: files[index % 2] for index, name in enumerate(tensors)}
+def shard(folder, num_shards=2):
+    """Spread the tensors of a checkpoint folder over shards in turn, so that every layer is in all of them."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = [f"part{index}.safetensors" for index in range(num_shards)]
+    weight_map = {name: files[index % num_shards] for index, name in enumerate(tensors)}
     for file in files:
-        save_file({name: tensor for name, tensor in tensors.items() if weight_map[name] == file}, source / file)
-    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        held = {name: tensor for name, tensor in tensors.items() if weight_map[name] == file}
+        save_file(held, folder / file, metadata={"format": "pt"})
+    # Wrong on purpose: what a source says stays.
+    index = {"metadata": {"total_size": 7, "by": "hand"}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index))
+    return folder
+
+
+def files_of_weights(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir() if "safetensors" in file.name}
+
+
+@pytest.mark.parametrize("name", ["qwen3_sharded", "llada", "sdar_moe"])
+def test_shards_come_back_byte_for_byte(round_trip, make_twin, models, name):
+    source = models / name if name == "qwen3_sharded" else shard(make_twin(name), 3)
     exported = round_trip(source)
-    written = {name: tensor for file in exported.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    assert written.keys() == tensors.keys()
-    assert all(torch.equal(written[name], tensors[name]) for name in tensors)
+    theirs = files_of_weights(source)
+    theirs.pop("golden.safetensors")
+    assert files_of_weights(exported) == theirs
+
+
+def test_a_grown_vocabulary_keeps_the_shards(round_trip, make_twin):
+    def cut(tensors):
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = tensors[name][:196].clone()
+
+    source = shard(make_twin("qwen3", cut, vocab_size=196))
+    exported = round_trip(source)
+    index, old = (json.loads((folder / INDEX).read_text()) for folder in (exported, source))
+    assert index["weight_map"] == old["weight_map"]
+    sizes = {file.name: load_file(file) for file in exported.glob("*.safetensors")}
+    total = sum(tensor.nbytes for tensors in sizes.values() for tensor in tensors.values())
+    assert index["metadata"] == {"total_size": total, "by": "hand"}
+    assert {name: file for file, tensors in sizes.items() for name in tensors} == old["weight_map"]
+    table = sizes[old["weight_map"]["lm_head.weight"]]["lm_head.weight"]
+    assert len(table) == 197
