@@ -12,6 +12,7 @@ from megatron.core.optimizer import OptimizerConfig
 from nemo import lightning as nl
 from nemo.lightning.pytorch.optim import CosineAnnealingScheduler, MegatronOptimizerModule
 
+from nemo_dllm.collections.diffusion.training.expert_load import ExpertLoad
 from nemo_dllm.collections.diffusion.training.loss_scale import LossScale
 from nemo_dllm.collections.diffusion.training.metrics import DiffusionMetrics
 from nemo_dllm.collections.diffusion.training.progress import RunProgress
@@ -50,6 +51,10 @@ class Layout:
     gpus_per_node: int = 8
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
+    """Over which the experts of a layer are dealt out; among these GPUs, the data are split all the same."""
+    expert_tensor: int = 1
+    """Over which each expert is cut."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,8 @@ def _trainer(layout: Layout, schedule: Schedule) -> run.Config:
         nl.MegatronStrategy,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         sequence_parallel=layout.tensor > 1,
         ckpt_async_save=False,
         replace_progress_bar=False,
@@ -149,7 +156,7 @@ def _trainer(layout: Layout, schedule: Schedule) -> run.Config:
         strategy=strategy,
         callbacks=[
             run.Config(callback)
-            for callback in (DiffusionMetrics, RunProgress, ResumedTokens, ResumedCounters, LossScale)
+            for callback in (DiffusionMetrics, ExpertLoad, RunProgress, ResumedTokens, ResumedCounters, LossScale)
         ],
         max_steps=schedule.max_steps,
         val_check_interval=schedule.validation_interval,

@@ -120,6 +120,8 @@ class RecipeFamily:
     """Keys of ``KINDS``; names of recipes have them where there are several."""
     objective: Mapping[str, object] = field(default_factory=dict)
     """Fields of the objective in which the family differs from its kind."""
+    pretraining: Mapping[str, object] = field(default_factory=dict)
+    """Fields of the configuration that only pretraining sets."""
     bos_token_id: int | None = None
     """Put before documents in pretraining, where logits are shifted."""
     supervise_padding: bool = False
@@ -165,12 +167,15 @@ def family_recipe(
             raise ValueError(f"{field_name}={value!r} of {family.name} is unknown; choose from {', '.join(known)}")
     check_tokenizer(dataset, tokenizer, init_from)
     facts, model_kind = family.sizes[size], KINDS[kind]
+    config = {"seq_length": SEQ_LENGTH, **FUSIONS, **facts.fields}
+    if task == "pretrain":
+        config.update(family.pretraining)
     objective = {**model_kind.fields, **family.objective}
     recipe = diffusion_recipe(
         TASKS[task].run,
         model=run.Config(
             model_kind.model,
-            config=run.Config(facts.config, **{"seq_length": SEQ_LENGTH, **FUSIONS, **facts.fields}),
+            config=run.Config(facts.config, **config),
             objective=run.Config(
                 model_kind.objective,
                 mask_token_id=family.mask_token_id,
@@ -259,7 +264,7 @@ def _factory(family: RecipeFamily, size: str, kind: str, task: str) -> Callable[
         start = {"init_from": init_from, "dataset": dataset, "tokenizer": tokenizer}
         return family_recipe(family, size, kind, task, name=name, dir=dir, **start)
 
-    purpose = KINDS[kind].purpose.format(family=f"{family.title} {size.replace('p', '.').upper()}")
+    purpose = KINDS[kind].purpose.format(family=f"{family.title} {size.replace('p', '.').replace('_', '-').upper()}")
     factory.__doc__ = f"""{TASKS[task].summary.format(purpose=purpose)}
 
     Args:
