@@ -89,7 +89,7 @@ def test_cached_logits_are_those_of_the_whole_canvas(denoiser, name):
     block_BL = tokens_BT.gather(1, positions_BL)
     scored_BLV = model.denoise(block_BL, positions_BL, cache, key_mask_BL=torch.ones_like(block_BL, dtype=torch.bool))
     whole_BTV = model(tokens_BT)
-    tolerance = {"rtol": 0, "atol": 2e-5}
+    tolerance = {"rtol": 0, "atol": 1e-4 if device.type == "cuda" else 2e-5}
     torch.testing.assert_close(last_BV, torch.stack([whole_BTV[0, 7], whole_BTV[1, 3]]), **tolerance)
     torch.testing.assert_close(scored_BLV, torch.stack([whole_BTV[0, 8:12], whole_BTV[1, 4:8]]), **tolerance)
     # Not so without the blocks' mask.
@@ -183,7 +183,7 @@ def test_committed_tokens_may_attend_causally(denoiser):
     everywhere = torch.ones(1, 8, dtype=torch.bool, device=device)
     blocks_BT = positions_BT // 4
     last_BV = model.commit(tokens_BT, positions_BT, cache, key_mask_BL=everywhere, blocks_BL=blocks_BT)
-    torch.testing.assert_close(last_BV, denoiser("sdar", 1)[0](tokens_BT)[:, -1], rtol=0, atol=2e-5)
+    torch.testing.assert_close(last_BV, denoiser("sdar", 1)[0](tokens_BT)[:, -1], rtol=0, atol=1e-4)
     with pytest.raises(ValueError, match="cache=None cannot be used with this model.*set cache='exact'"):
         sample((model, mask), LONG_PROMPTS, block_origin="sequence")
 

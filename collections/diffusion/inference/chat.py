@@ -112,6 +112,8 @@ def chat(
     session = open_session(path, best=best, preset=preset, settings=settings, watch=watch, replay=replay)
     conversation = Chat(session, system, template)
     console = Console(stderr=True)
+    # A terminal has the answer already.
+    on_screen = session.screen is not None and session.screen.is_terminal and sys.stdout.isatty()
     if sys.stdin.isatty():
         console.print(f"{RESET} starts anew, {QUIT} or the end of input ends.", style="dim")
     try:
@@ -122,9 +124,12 @@ def chat(
             if session.replay is not None:
                 session.replay.title = text
             try:
-                print(printable(conversation.answer(text)), flush=True)
+                answer = conversation.answer(text)
             except ValueError as error:
                 print(f"error: {error}", file=sys.stderr)
+                continue
+            if not on_screen:
+                print(printable(answer), flush=True)
     except KeyboardInterrupt:
         print(file=sys.stderr)
     finally:
