@@ -17,6 +17,7 @@ from nemo_dllm.collections.diffusion.training.loss_scale import LossScale
 from nemo_dllm.collections.diffusion.training.metrics import DiffusionMetrics
 from nemo_dllm.collections.diffusion.training.progress import RunProgress
 from nemo_dllm.collections.diffusion.training.resume import ResumedCounters, ResumedTokens, ResumeLatest
+from nemo_dllm.collections.diffusion.training.termination import SaveOnTermination
 
 _HALF = {"autocast_enabled": False, "grad_reduce_in_fp32": True}
 PRECISIONS = {
@@ -41,6 +42,9 @@ RECIPES: dict[str, Callable[..., run.Partial]] = {}
 # Residual addition and the activations of experts fused by torch (dense SwiGLU has a kernel of its own); the CPU
 # runtime switches both off. Rotation has a kernel of its own too, and LLaMA's default would ask for Transformer Engine.
 FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": False}
+
+
+CALLBACKS = (DiffusionMetrics, ExpertLoad, RunProgress, ResumedTokens, ResumedCounters, LossScale, SaveOnTermination)
 
 
 @dataclass(frozen=True)
@@ -154,10 +158,7 @@ def _trainer(layout: Layout, schedule: Schedule) -> run.Config:
         num_nodes=layout.num_nodes,
         devices=layout.gpus_per_node,
         strategy=strategy,
-        callbacks=[
-            run.Config(callback)
-            for callback in (DiffusionMetrics, ExpertLoad, RunProgress, ResumedTokens, ResumedCounters, LossScale)
-        ],
+        callbacks=[run.Config(callback) for callback in CALLBACKS],
         max_steps=schedule.max_steps,
         val_check_interval=schedule.validation_interval,
         check_val_every_n_epoch=None,

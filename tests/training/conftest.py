@@ -36,7 +36,8 @@ def text(tmp_path_factory):
 def run_recipe(forks, text, tmp_path_factory):
     """Runs a tiny recipe, made smaller still, in a folder, with some of its fields edited.
 
-    Returns what recorded_run.py wrote, of each rank where there are several.
+    Returns what recorded_run.py wrote, of each rank where there are several. ``exit_code`` is by default that of a run
+    that was killed where asked for, ``signals`` are further arguments of it.
     """
     script = Path(__file__).with_name("recorded_run.py")
     cache = tmp_path_factory.mktemp("cache")
@@ -60,7 +61,9 @@ def run_recipe(forks, text, tmp_path_factory):
         "optim.lr_scheduler.warmup_steps": 2,
     }
 
-    def run(folder, ranks=1, killed_after=None, precision="fp32", factory="mdlm_tiny", **edits):
+    def run(
+        folder, ranks=1, killed_after=None, precision="fp32", factory="mdlm_tiny", exit_code=None, signals=None, **edits
+    ):
         records = tmp_path_factory.mktemp("records")
         edits = {name.replace("__", "."): value for name, value in edits.items()}
         processes = []
@@ -71,6 +74,7 @@ def run_recipe(forks, text, tmp_path_factory):
                 "precision": precision,
                 "factory": factory,
                 "edits": small | {"trainer.devices": ranks} | edits,
+                **(signals or {}),
             }
             processes.append(forks.Process(target=runpy.run_path, args=(str(script), {"job": job}, "__main__")))
             processes[-1].start()
@@ -78,7 +82,7 @@ def run_recipe(forks, text, tmp_path_factory):
             process.join(timeout=120)
             if process.is_alive():
                 process.kill()
-        expected = 0 if killed_after is None else -9
+        expected = exit_code if exit_code is not None else 0 if killed_after is None else -9
         consoles = [(records / f"console{rank}").read_text() for rank in range(ranks)]
         assert [process.exitcode for process in processes] == [expected] * ranks, consoles[0][-3000:]
         written = [json.loads((records / f"record{rank}").read_text()) for rank in range(ranks)]

@@ -14,6 +14,7 @@ from pathlib import Path
 import fiddle as fdl
 import lightning.pytorch as pl
 import torch
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from nemo_dllm.collections.diffusion.training.metrics import DiffusionMetrics
 from nemo_dllm.recipes import tiny
@@ -23,8 +24,8 @@ from nemo_dllm.recipes.builder import set_precision
 class Recorder(pl.Callback):
     """Writes the record after every step, so that it outlives a kill."""
 
-    def __init__(self, file, killed_after):
-        self.file, self.killed_after, self.drawn = file, killed_after, []
+    def __init__(self, file, killed_after, killed_by):
+        self.file, self.killed_after, self.killed_by, self.drawn = file, killed_after, killed_by, []
         self.record = {"losses": {}, "samples": {}, "rates": {}, "validations": [], "train": []}
         self.write()
 
@@ -46,7 +47,7 @@ class Recorder(pl.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == self.killed_after:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.killed_by)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         step = trainer.global_step
@@ -82,7 +83,22 @@ def edit(recipe, field, value):
     setattr(recipe, name, value)
 
 
-def main(folder, records, rank, ranks, killed_after, precision, factory, edits):
+def interrupt_saves_after(step, trainer):
+    """Ctrl-C at whoever writes a file of a checkpoint, as all processes of a terminal get it."""
+    write = FileSystemWriterAsync.write_preloaded_data
+
+    def interrupted(*arguments, **named):
+        if trainer.global_step >= step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return write(*arguments, **named)
+
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(interrupted)
+
+
+def main(
+    folder, records, rank, ranks, killed_after, precision, factory, edits,
+    killed_by=signal.SIGKILL, killed_rank=None, interrupted_save=None,
+):  # fmt: skip
     console = os.open(f"{records}/console{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(console, 1)
     os.dup2(console, 2)
@@ -97,7 +113,13 @@ def main(folder, records, rank, ranks, killed_after, precision, factory, edits):
     built = fdl.build(recipe)
     trainer = built.keywords["trainer"]
     trainer.strategy.store = torch.distributed.FileStore(f"{records}/store", ranks)
-    recorder = Recorder(Path(records) / f"record{rank}", killed_after)
+    if killed_rank not in (None, rank):
+        killed_after = None
+    recorder = Recorder(Path(records) / f"record{rank}", killed_after, killed_by)
+    if interrupted_save is not None:
+        # A background process of a shell, and so of a test, ignores Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupt_saves_after(interrupted_save, trainer)
     recorder.watch(built.keywords["model"].objective)
     trainer.callbacks.append(recorder)
     built()

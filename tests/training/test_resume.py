@@ -1,15 +1,23 @@
 """Which checkpoint a run goes on from, and that it then is the run that was never stopped."""
 
+import io
 import os
+import pickle
 import re
 import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from .conftest import BATCH, INTERVAL, KILLED_AFTER, STEPS
 
 pytestmark = pytest.mark.nemo
+
+COMMON = io.BytesIO()
+torch.save({}, COMMON)
+COMMON = COMMON.getvalue()
 
 
 def checkpoints_of(folder):
@@ -25,8 +33,13 @@ def fake_checkpoint(folder, name, seconds, without=()):
     """A folder with the files that a complete checkpoint has, written at a time."""
     weights = folder / name / "weights"
     weights.mkdir(parents=True)
-    for file in {".metadata", "metadata.json", "common.pt"} - set(without):
-        (weights / file).touch()
+    contents = {
+        ".metadata": pickle.dumps(Metadata(state_dict_metadata={}, storage_data={})),
+        "metadata.json": b"{}",
+        "common.pt": COMMON,
+    }
+    for file in contents.keys() - set(without):
+        (weights / file).write_bytes(contents[file])
         os.utime(weights / file, (seconds, seconds))
     return folder / name
 

@@ -1,13 +1,16 @@
 """Which checkpoint a run goes on from, and at which step."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from nemo.lightning import AutoResume, io
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from nemo.utils import AppState, logging
+from torch.distributed.checkpoint import FileSystemReader
 
 # Fields of a NeMo config that decide the shapes of the weights.
 _SHAPE_FIELDS = (
@@ -28,18 +31,50 @@ _SHAPE_FIELDS = (
 
 def is_complete(checkpoint: Path) -> bool:
     """Whether a checkpoint folder was written to its end."""
+    return damage_of(checkpoint) is None
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """What keeps a checkpoint folder from being read; None where all its files are there, readable, and long enough.
+
+    The bytes of tensors are not looked at.
+    """
     weights = checkpoint / "weights"
-    written = all((weights / name).is_file() for name in (".metadata", "metadata.json", "common.pt"))
-    return written and not ModelCheckpoint.is_checkpoint_unfinished(checkpoint)
+    missing = [name for name in (".metadata", "metadata.json", "common.pt") if not (weights / name).is_file()]
+    if missing or ModelCheckpoint.is_checkpoint_unfinished(checkpoint):
+        return "was not written to its end"
+    try:
+        json.loads((weights / "metadata.json").read_text())
+        torch.load(weights / "common.pt", map_location="cpu", weights_only=False)
+        stored = FileSystemReader(weights).read_metadata().storage_data.values()
+    # Whatever a pickle of other bytes may raise.
+    except Exception as error:
+        return f"is damaged: {type(error).__name__} {error}"
+    lengths = {}
+    for item in stored:
+        lengths[item.relative_path] = max(lengths.get(item.relative_path, 0), item.offset + item.length)
+    for name, length in lengths.items():
+        file = weights / name
+        if not file.is_file() or file.stat().st_size < length:
+            return f"is damaged: {name} is {'shorter than it was' if file.is_file() else 'not there'}"
+    return None
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint in ``folder`` that was written last; incomplete ones are passed over with a message."""
+    """The complete checkpoint in ``folder`` that was written last; later ones are passed over with a message."""
     candidates = [path for path in folder.glob("*") if path.is_dir()]
-    complete = [path for path in candidates if is_complete(path)]
-    for path in set(candidates) - set(complete):
-        logging.warning(f"{path} was not written to its end; it is not used")
-    return max(complete, key=lambda path: (path / "weights" / ".metadata").stat().st_mtime_ns, default=None)
+    for path in sorted(candidates, key=_written_at, reverse=True):
+        damage = damage_of(path)
+        if damage is None:
+            return path
+        logging.warning(f"{path} {damage}; it is not used")
+    return None
+
+
+def _written_at(checkpoint: Path) -> int:
+    """Nanoseconds."""
+    metadata = checkpoint / "weights" / ".metadata"
+    return (metadata if metadata.exists() else checkpoint).stat().st_mtime_ns
 
 
 def check_same_model(checkpoint: Path, config) -> None:
