@@ -60,28 +60,20 @@ def serve(
         FileNotFoundError, ValueError: there is no checkpoint to sample from, or the settings do not fit it, or
             the port is taken.
     """
-    limits = ServerLimits(
-        max_batch_rows,
-        max_batch_tokens,
-        max_waiting_rows,
-        max_rows_per_request,
-        max_completion_tokens,
-        max_body_bytes,
-        timeout_seconds,
-    )
+    of_rows = (max_batch_rows, max_batch_tokens, max_waiting_rows, max_rows_per_request)
+    limits = ServerLimits(*of_rows, max_completion_tokens, max_body_bytes, timeout_seconds)
     template = read_template(chat_template)
-    api_key = api_key or os.environ.get(KEY_VARIABLE)
     # Before what takes a while.
     listening = _listen(host, port)
     from nemo_dllm.collections.diffusion.inference import load_checkpoint
 
-    model = ServedModel(
-        load_checkpoint(path, best=best),
-        name or Path(path).resolve().name,
-        preset=preset,
-        settings=settings,
-        chat_template=template,
-    )
+    loaded = load_checkpoint(path, best=best)
+    name = name or Path(path).resolve().name
+    model = ServedModel(loaded, name, preset=preset, settings=settings, chat_template=template)
+    _run(model, limits, api_key or os.environ.get(KEY_VARIABLE), listening, host)
+
+
+def _run(model: ServedModel, limits: ServerLimits, api_key: str | None, listening: socket.socket, host: str) -> None:
     if host not in LOOPBACK and api_key is None:
         print(f"note: {host} is open to others; set an API key ({KEY_VARIABLE})", file=sys.stderr)
     listening.listen()
