@@ -2,12 +2,14 @@
 
 import nemo_run as run
 from nemo.collections import llm
+from nemo.collections.llm.gpt.model.qwen3 import Qwen3MoEConfig
 
 from nemo_dllm.collections.diffusion.data.datamodule import TextDataModule
 from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion
 from nemo_dllm.recipes.builder import FUSIONS, Layout, Schedule, diffusion_recipe, register
+from nemo_dllm.recipes.moe_fields import SOFTMAX_PRETRAINING, SOFTMAX_ROUTER
 from nemo_dllm.recipes.tasks import pretrain
 
 
@@ -41,11 +43,35 @@ def bd3lm_tiny(path: str | None = None, dir: str | None = None, name: str = "bd3
     return recipe
 
 
-def _tiny(model_class, objective: run.Config, path, dir, name, max_steps: int) -> run.Partial:
+def mdlm_moe_tiny(path: str | None = None, dir: str | None = None, name: str = "mdlm_moe_tiny") -> run.Partial:
+    """Pretrain a masked diffusion model with eight experts on text, on the CPU or one GPU.
+
+    Args:
+        path, dir, name: see :func:`mdlm_tiny`.
+
+    Examples:
+        ``nemo llm pretrain --factory mdlm_moe_tiny --yes``
+    """
+    experts = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 288}
+    return _tiny(
+        MDLMModel,
+        run.Config(MaskedDiffusion),
+        path,
+        dir,
+        name,
+        max_steps=200,
+        config_class=Qwen3MoEConfig,
+        **{**SOFTMAX_ROUTER, **SOFTMAX_PRETRAINING, **experts},
+    )
+
+
+def _tiny(
+    model_class, objective: run.Config, path, dir, name, max_steps: int, config_class: type = llm.Qwen3Config, **fields
+) -> run.Partial:
     model = run.Config(
         model_class,
         config=run.Config(
-            llm.Qwen3Config,
+            config_class,
             num_layers=4,
             hidden_size=192,
             ffn_hidden_size=576,
@@ -57,6 +83,7 @@ def _tiny(model_class, objective: run.Config, path, dir, name, max_steps: int) -
             make_vocab_size_divisible_by=1,
             share_embeddings_and_output_weights=True,
             **FUSIONS,
+            **fields,
         ),
         objective=objective,
     )
@@ -83,5 +110,5 @@ def _tiny(model_class, objective: run.Config, path, dir, name, max_steps: int) -
     )
 
 
-for _recipe in (mdlm_tiny, bd3lm_tiny):
+for _recipe in (mdlm_tiny, bd3lm_tiny, mdlm_moe_tiny):
     register(_recipe, target=llm.pretrain, name=_recipe.__name__)
