@@ -45,6 +45,17 @@ def recipes(verbose: Verbose = False) -> None:
     _import("recipes.commands", verbose).recipes()
 
 
+@app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a recipe.")],
+    gpus: Annotated[int, typer.Option(help="How many there are.")] = 8,
+    memory: Annotated[float, typer.Option(help="Of each GPU, GB.")] = 80.0,
+    verbose: Verbose = False,
+) -> None:
+    """Tell what a recipe needs of each GPU, and which layouts fit."""
+    _import("recipes.commands", verbose).print_plan(recipe, gpus, memory)
+
+
 @app.command(context_settings=PASS_ON, options_metavar=ARGUMENTS, epilog=ARGUMENTS_HELP)
 def pretrain(context: typer.Context, verbose: Verbose = False) -> None:
     """Pretrain a model as a recipe says."""

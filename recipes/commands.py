@@ -11,6 +11,7 @@ import nemo_run as run
 from nemo_run.cli.cli_parser import type_parser
 
 from nemo_dllm.recipes.builder import RECIPES
+from nemo_dllm.recipes.plan import plan
 from nemo_dllm.sampling_commands import COMMANDS, REQUIRED, Command, Option
 
 
@@ -23,6 +24,18 @@ def _parse_union(value: str, annotation: types.UnionType) -> Any:
 # nemo_run reads Optional[str] and List[str], but not str | None and Sequence[str], as fields here are declared.
 type_parser.register_parser(types.UnionType)(_parse_union)
 type_parser.register_parser(collections.abc.Sequence)(type_parser.parse_list)
+
+
+@run.cli.entrypoint(
+    name="plan", namespace="dllm", enable_executor=False, help="Tell whether a recipe fits: recipe=NAME gpus=8 memory=80"
+)
+def print_plan(recipe: str, gpus: int = 8, memory: float = 80.0) -> None:
+    """Print what a recipe needs of each GPU, and layouts that fit.
+
+    Args:
+        recipe, gpus, memory: see ``recipes.plan.plan``.
+    """
+    print(plan(recipe, gpus, memory))
 
 
 @run.cli.entrypoint(namespace="dllm", enable_executor=False, help="List the names that --factory takes")
