@@ -1,6 +1,9 @@
 import os
+import pickle
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 pytestmark = pytest.mark.nemo
 
@@ -17,10 +20,12 @@ def locate_checkpoint():
 def write_checkpoint(folder, order=0):
     """What makes a NeMo checkpoint a complete one; ``order`` is when it was written."""
     (folder / "context").mkdir(parents=True)
-    (folder / "weights").mkdir()
-    for name in (".metadata", "metadata.json", "common.pt"):
-        (folder / "weights" / name).touch()
-    os.utime(folder / "weights" / ".metadata", (order, order))
+    weights = folder / "weights"
+    weights.mkdir()
+    (weights / ".metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data={})))
+    (weights / "metadata.json").write_text("{}")
+    torch.save({}, weights / "common.pt")
+    os.utime(weights / ".metadata", (order, order))
     return folder
 
 
