@@ -97,6 +97,17 @@ def test_cached_logits_are_those_of_the_whole_canvas(denoiser, name):
     assert (model(tokens_BT)[0, 8:12] - scored_BLV[0]).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("kernel", ["eager", "flex_or_dense"])
+def test_every_backend_attends_to_a_cache(denoiser, monkeypatch, kernel):
+    from nemo_dllm.collections.diffusion.attention import core
+
+    model, mask = denoiser("sdar")
+    right = lists(sample((model, mask), LONG_PROMPTS, cache="exact").sequences)
+    for layer in model.core.decoder.layers:
+        monkeypatch.setattr(layer.self_attention.core_attention, "patterned", getattr(core, kernel))
+    assert lists(sample((model, mask), LONG_PROMPTS, cache="exact").sequences) == right
+
+
 def test_the_equality_is_not_vacuous(denoiser):
     right = lists(sample(denoiser("sdar", 4), LONG_PROMPTS, cache="exact").sequences)
     assert lists(sample(denoiser("sdar", 4), LONG_PROMPTS, cache="exact", block_origin="prompt").sequences) != right

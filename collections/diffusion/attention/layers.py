@@ -89,7 +89,7 @@ def diffusion_block_spec(
             torch norms) or ``auto`` (Transformer Engine where installed).
         attention_backend: what computes attention where every token sees every real token, and elsewhere:
             ``sdpa`` (torch's fused kernels; elsewhere with a dense mask), ``te`` (Transformer Engine; elsewhere
-            FlexAttention), ``flex`` (FlexAttention for all), ``eager`` (spelled out, for tests) or ``auto``: ``te``
+            FlexAttention), ``flex`` (FlexAttention, but for generation), ``eager`` (spelled out, for tests) or ``auto``: ``te``
             with Transformer Engine's layers and without context parallelism, else ``sdpa``; elsewhere FlexAttention on
             a GPU, ``sdpa`` on a CPU.
 
@@ -142,7 +142,7 @@ def _core_attention(backend: str) -> ModuleSpec:
     bidirectional, patterned = {
         "sdpa": (sdpa, sdpa),
         "eager": (eager, eager),
-        "flex": (flex, flex),
+        "flex": (flex, flex_or_dense),
         "auto": (sdpa, flex_or_dense if torch.cuda.is_available() else sdpa),
     }[backend]
     return ModuleSpec(PatternAttention, params={"bidirectional": bidirectional, "patterned": patterned})
