@@ -27,7 +27,10 @@ type_parser.register_parser(collections.abc.Sequence)(type_parser.parse_list)
 
 
 @run.cli.entrypoint(
-    name="plan", namespace="dllm", enable_executor=False, help="Tell whether a recipe fits: recipe=NAME gpus=8 memory=80"
+    name="plan",
+    namespace="dllm",
+    enable_executor=False,
+    help="Tell whether a recipe fits: recipe=NAME gpus=8 memory=80",
 )
 def print_plan(recipe: str, gpus: int = 8, memory: float = 80.0) -> None:
     """Print what a recipe needs of each GPU, and layouts that fit.
