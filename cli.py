@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from nemo_dllm import data_commands
 from nemo_dllm.sampling_commands import COMMANDS, REQUIRED, Command, Option, check_alternatives
 
 app = typer.Typer(
@@ -18,6 +19,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(data_commands.app, name="data")
 
 Verbose = Annotated[bool, typer.Option("--verbose", help="All output of NeMo, and tracebacks of errors.")]
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -187,7 +190,7 @@ def _import(module: str, verbose: bool) -> ModuleType:
 
 def _is_for_users(error: Exception) -> bool:
     """Whether one of our checks raised it; any other error is shown with its traceback."""
-    if not isinstance(error, ValueError | FileNotFoundError | FileExistsError):
+    if not isinstance(error, ValueError | OSError):
         return False
     traceback = error.__traceback__
     while traceback.tb_next is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 _LOUD_LOGGERS = (
     "datasets",
+    "huggingface_hub",
     "lightning",
     "lightning.pytorch",
     "lightning.pytorch.utilities.rank_zero",
@@ -31,15 +32,20 @@ def import_nemo_quietly() -> None:
     What was swallowed is printed if the import fails. Warnings are off for this process and its children. NeMo's log
     files stay complete.
     """
-    warnings.filterwarnings("ignore")
-    os.environ["PYTHONWARNINGS"] = "ignore"
+    hide_warnings()
     with swallowed_output():
         from nemo.collections import llm  # noqa: F401
     # NeMo switches warnings on again.
+    hide_warnings()
+    _let_through_only_errors_and_ours()
+
+
+def hide_warnings() -> None:
+    """Let only errors of libraries through, in this process and its children."""
     warnings.filterwarnings("ignore")
+    os.environ["PYTHONWARNINGS"] = "ignore"
     for name in _LOUD_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    _let_through_only_errors_and_ours()
 
 
 def _let_through_only_errors_and_ours() -> None:

@@ -3,6 +3,7 @@
 from nemo_dllm.recipes import (
     commands,
     conversion,
+    data_commands,
     dream,
     llada,
     llada2,
@@ -19,6 +20,7 @@ from nemo_dllm.recipes import (
 __all__ = [
     "commands",
     "conversion",
+    "data_commands",
     "dream",
     "llada",
     "llada2",

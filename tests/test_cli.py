@@ -14,10 +14,22 @@ import pytest
 from nemo_dllm import cli
 from nemo_dllm.collections.diffusion.sampling import SamplerConfig
 
-COMMANDS = ("generate", "serve", "recipes", "pretrain", "finetune", "import", "export", "verify")
+COMMANDS = (
+    "generate",
+    "serve",
+    "recipes",
+    "pretrain",
+    "finetune",
+    "import",
+    "export",
+    "verify",
+    "data preprocess",
+    "data check",
+    "data show",
+)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])
+@pytest.mark.parametrize("arguments", [["--help"], *([*command.split(), "--help"] for command in COMMANDS)])
 def test_help_is_quick_and_imports_nothing_heavy(arguments):
     script = f"""
 import sys

@@ -89,7 +89,7 @@ def preprocess(
     check_text_column(sources, text_field)
     options = EncodeOptions.of(load_tokenizer(tokenizer), text_field, append_eos, prepend_bos)
     parts_folder = prefix.with_name(f"{prefix.name}.parts")
-    with _locked(parts_folder), _explained_disk_errors(parts_folder):
+    with _explained_disk_errors(parts_folder), _locked(parts_folder):
         start = time.perf_counter()
         reports = _encode(sources, parts_folder, options, workers, max_bad_rows, progress)
         report = PreprocessReport.of(sources, reports, time.perf_counter() - start)

@@ -1,7 +1,8 @@
 """Tokenizers: loaded from folders, or byte-level ones made on the spot and saved as ordinary Hugging Face folders."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -69,40 +70,48 @@ def load_tokenizer(tokenizer: "str | Path | PreTrainedTokenizerBase") -> "PreTra
     """The tokenizer itself, or the one of that folder or name.
 
     Raises:
-        FileNotFoundError: a path does not exist.
+        FileNotFoundError: there is no tokenizer of that name.
     """
     if not isinstance(tokenizer, str | Path):
         return tokenizer
     from transformers import AutoTokenizer
 
-    _check_exists(tokenizer)
-    return AutoTokenizer.from_pretrained(str(tokenizer))
+    with _told_in_one_line(tokenizer):
+        return AutoTokenizer.from_pretrained(str(tokenizer))
 
 
 def load_nemo_tokenizer(tokenizer: "str | Path | AutoTokenizer | None") -> "AutoTokenizer":
     """NeMo's wrapper itself, or of the tokenizer of that folder or name.
 
     Raises:
-        FileNotFoundError: a path does not exist.
-        ValueError: there is none.
+        FileNotFoundError: there is no tokenizer of that name.
+        ValueError: it is None.
     """
     if tokenizer is None:
         raise ValueError(
-            "tokenizer=None: name a Hugging Face tokenizer folder, or start from a checkpoint (init_from), which has one"
+            "tokenizer=None: name a Hugging Face tokenizer folder, or start from a checkpoint (init_from), which has it"
         )
     if not isinstance(tokenizer, str | Path):
         return tokenizer
     from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 
-    _check_exists(tokenizer)
-    return AutoTokenizer(str(tokenizer))
+    with _told_in_one_line(tokenizer):
+        return AutoTokenizer(str(tokenizer))
 
 
-def _check_exists(tokenizer: str | Path) -> None:
-    """A name of the hub is not looked for, a path is."""
+@contextmanager
+def _told_in_one_line(tokenizer: str | Path) -> Iterator[None]:
+    """A name of the hub is looked for there, a path is not; what goes wrong is many lines of transformers."""
     only_a_path = isinstance(tokenizer, Path) or tokenizer.startswith((os.sep, ".", "~"))
     if only_a_path and not Path(tokenizer).exists():
         raise FileNotFoundError(f"tokenizer='{tokenizer}' does not exist; name a folder with tokenizer.json")
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"tokenizer='{tokenizer}' is neither a folder with tokenizer.json nor could it be fetched from the Hugging "
+            f"Face Hub ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def tokenizer_content(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
