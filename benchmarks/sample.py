@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from nemo_dllm.console import import_nemo_quietly
@@ -128,8 +129,8 @@ class TimedDenoiser:
     def __init__(self, model: MegatronDenoiser):
         self.model, self.clock, self.new_cache = model, Clock(), model.new_cache
 
-    def __call__(self, tokens_BT, *, key_mask_BT):
-        return self.clock(self.model, tokens_BT, key_mask_BT=key_mask_BT)
+    def score_positions(self, *arguments, **named):
+        return self.clock(self.model.score_positions, *arguments, **named)
 
     def denoise(self, *arguments, **named):
         return self.clock(self.model.denoise, *arguments, **named)
@@ -183,14 +184,14 @@ def _digits(value: float) -> float:
 
 
 def canvas_forward(model: MegatronDenoiser, rows: int, arguments: argparse.Namespace) -> dict:
-    """The whole canvas at once, as a sampler without a cache runs it at every step."""
-    length = arguments.context + arguments.new_tokens
+    """The whole canvas at once, with logits of a block, as a sampler without a cache runs it at every step."""
+    size, length = arguments.block_size or model.block_size or CANVAS_BLOCK, arguments.context + arguments.new_tokens
     tokens_BT = torch.randint(1, model.core.logical_vocab_size, (rows, length), device=device_of(model))
-    model(tokens_BT)
+    rows_N, positions_N = torch.ones_like(tokens_BT[:, :size]).nonzero(as_tuple=True)
     clock = Clock()
-    for _ in range(ROUNDS):
-        clock(model, tokens_BT)
-    return measured_row(f"canvas of {length}", clock, pass_cost(model.core, rows, length, length, length), arguments)
+    for work in (model.score_positions, *[partial(clock, model.score_positions)] * ROUNDS):
+        work(tokens_BT, rows_N, positions_N)
+    return measured_row(f"canvas of {length}", clock, pass_cost(model.core, rows, length, length, size), arguments)
 
 
 def block_step(model: MegatronDenoiser, rows: int, arguments: argparse.Namespace) -> dict:
@@ -210,8 +211,7 @@ def block_step(model: MegatronDenoiser, rows: int, arguments: argparse.Namespace
         blocks_BL=positions_BT[:, given] // size,
     )
     clock = Clock()
-    for round_ in range(ROUNDS + 1):
-        work = model.denoise if round_ == 0 else lambda *given, **named: clock(model.denoise, *given, **named)
+    for work in (model.denoise, *[partial(clock, model.denoise)] * ROUNDS):
         work(tokens_BT[:, block], positions_BT[:, block], cache, key_mask_BL=real_BT[:, block])
     return measured_row(f"block of {size}", clock, pass_cost(model.core, rows, size, context + size, size), arguments)
 

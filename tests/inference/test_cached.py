@@ -108,6 +108,18 @@ def test_every_backend_attends_to_a_cache(denoiser, monkeypatch, kernel):
     assert lists(sample((model, mask), LONG_PROMPTS, cache="exact").sequences) == right
 
 
+@pytest.mark.parametrize("name", ["sdar", "llada"])
+def test_a_few_entries_of_the_canvas_are_scored_as_all_are(denoiser, name):
+    model, _ = denoiser(name)
+    device = next(model.core.parameters()).device
+    tokens_BT = torch.randint(0, 190, (3, 10), generator=torch.Generator().manual_seed(0)).to(device)
+    key_mask_BT = torch.arange(10, device=device) < torch.tensor([[10], [7], [8]], device=device)
+    rows_N, positions_N = torch.tensor([[0, 1, 2, 2], [9, 3, 0, 7]], device=device)
+    logits_NV = model.score_positions(tokens_BT, rows_N, positions_N, key_mask_BT=key_mask_BT)
+    whole_BTV = model(tokens_BT, key_mask_BT=key_mask_BT)
+    torch.testing.assert_close(logits_NV, whole_BTV[rows_N, positions_N], rtol=0, atol=1e-4)
+
+
 def test_the_equality_is_not_vacuous(denoiser):
     right = lists(sample(denoiser("sdar", 4), LONG_PROMPTS, cache="exact").sequences)
     assert lists(sample(denoiser("sdar", 4), LONG_PROMPTS, cache="exact", block_origin="prompt").sequences) != right

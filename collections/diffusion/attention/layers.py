@@ -89,9 +89,9 @@ def diffusion_block_spec(
             torch norms) or ``auto`` (Transformer Engine where installed).
         attention_backend: what computes attention where every token sees every real token, and elsewhere:
             ``sdpa`` (torch's fused kernels; elsewhere with a dense mask), ``te`` (Transformer Engine; elsewhere
-            FlexAttention), ``flex`` (FlexAttention, but for generation), ``eager`` (spelled out, for tests) or ``auto``: ``te``
-            with Transformer Engine's layers and without context parallelism, else ``sdpa``; elsewhere FlexAttention on
-            a GPU, ``sdpa`` on a CPU.
+            FlexAttention), ``flex`` (FlexAttention, but for generation), ``eager`` (spelled out, for tests) or
+            ``auto``: ``te`` with Transformer Engine's layers and without context parallelism, else ``sdpa``; elsewhere
+            FlexAttention on a GPU, ``sdpa`` on a CPU.
 
     Raises:
         ValueError: for what these layers do not compute, naming the field.

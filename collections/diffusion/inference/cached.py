@@ -44,14 +44,25 @@ class MegatronDenoiser:
         Raises:
             ValueError: with ``causal_commits``: no mask says where the block at hand begins.
         """
+        return self.core(tokens_BT, attention_mask=self._pattern(key_mask_BT))
+
+    @torch.no_grad()
+    def score_positions(
+        self, tokens_BT: Tensor, rows_N: Tensor, positions_N: Tensor, *, key_mask_BT: Tensor | None = None
+    ) -> Tensor:
+        """As a call, but the logits [N, V] of some entries of the canvas only; see ``DenoiserFn``."""
+        at_N = positions_N * len(tokens_BT) + rows_N
+        return self.core(tokens_BT, attention_mask=self._pattern(key_mask_BT), logits_at_N=at_N)
+
+    def _pattern(self, key_mask_BT: Tensor | None) -> Bidirectional | BlockCausal:
         if self.block_size is None:
-            return self.core(tokens_BT, attention_mask=Bidirectional(key_mask_BT))
+            return Bidirectional(key_mask_BT)
         if self.causal_commits:
             raise ValueError(
                 "cache=None cannot be used with this model: finished blocks attend causally, the block at hand does "
                 "not, as in its training with ar_loss_weight above 0; set cache='exact'"
             )
-        return self.core(tokens_BT, attention_mask=BlockCausal(self.block_size, key_mask_BL=key_mask_BT))
+        return BlockCausal(self.block_size, key_mask_BL=key_mask_BT)
 
     def new_cache(self, rows: int, positions: int) -> KVCache:
         """An empty cache on the model's device; see ``CachedDenoiser``."""

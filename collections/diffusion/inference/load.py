@@ -197,12 +197,11 @@ def _load_hf_checkpoint(path: Path) -> DiffusionModel:
             f"nemo-dllm finetune --factory \"NAME(init_from='{path}')\" (nemo-dllm recipes lists the names)"
         )
     checkpoint = HFCheckpoint(path)
+    family = find_family(checkpoint.config)
     # An added one may have a row among those that published tables have to spare.
-    if facts.mask_token_id is None or facts.mask_token_id >= checkpoint.config["vocab_size"]:
+    if facts.mask_token_id is None or facts.mask_token_id >= family.vocab_size(checkpoint.config):
         raise ValueError(f"{path} has no mask token; set mask_token_id in its config.json to the id of the mask token")
-    mask_token = mask_token_at(
-        facts.mask_token_id, load_hf_tokenizer(path), checkpoint.config, find_family(checkpoint.config)
-    )
+    mask_token = mask_token_at(facts.mask_token_id, load_hf_tokenizer(path), checkpoint.config, family)
     config = hf_to_nemo_config(path)
     config.seq_length = getattr(config, "max_position_embeddings", config.seq_length)
     fixed = {"mask_token_id": mask_token.id, "right_shift": facts.right_shift}
@@ -210,7 +209,7 @@ def _load_hf_checkpoint(path: Path) -> DiffusionModel:
     if facts.block_size is None:
         model_class, objective = MDLMModel, MaskedDiffusion(**fixed)
     else:
-        model_class, objective = BD3LMModel, BlockDiffusion(**fixed, block_size=facts.block_size)
+        model_class, objective = BD3LMModel, BlockDiffusion(**fixed, **facts.block_fields)
     model = model_class(config, objective, tokenizer=nemo_tokenizer(path, mask_token))
     build_on_cpu(model, dtype=weights_dtype(checkpoint))
     load_hf_weights(model.module, path)

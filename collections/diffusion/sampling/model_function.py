@@ -13,6 +13,9 @@ class DenoiserFn(Protocol):
 
     Position ids, caches and other inputs join as further keywords, each with a default on the model's side, so that a
     sampler which does not use them goes on calling the function as it does now.
+
+    A model may have a method ``score_positions(tokens_BT, rows_N, positions_N, *, key_mask_BT)`` as well, which returns
+    the logits [N, V] of the named entries alone: those of a whole canvas take more memory than the model.
     """
 
     def __call__(self, tokens_BT: Tensor, *, key_mask_BT: Tensor | None) -> Tensor:

@@ -49,11 +49,12 @@ class WholeCanvas:
         self._key_mask_BT = canvas.keys_BT if canvas.padded else None
 
     def __call__(self, tokens_BT: Tensor, active_BT: Tensor, scored_BT: Tensor) -> Tensor:
-        logits_BTV = self._model(tokens_BT, key_mask_BT=self._key_mask_BT)
         rows_N, positions_N = scored_BT.nonzero(as_tuple=True)
         if self._right_shift:
             positions_N = (positions_N - 1).clamp_min(0)
-        return logits_BTV[rows_N, positions_N]
+        if hasattr(self._model, "score_positions"):
+            return self._model.score_positions(tokens_BT, rows_N, positions_N, key_mask_BT=self._key_mask_BT)
+        return self._model(tokens_BT, key_mask_BT=self._key_mask_BT)[rows_N, positions_N]
 
 
 class CommittedBlocks:
