@@ -117,10 +117,9 @@ class DiffusionCore(MegatronGPTModel):
         Returns:
             Hidden states [S, B, H] on every stage but the last. There :class:`HeadOutput` for ``targets``, else
             logits [B, S, logical vocabulary] (all vocabulary shards gathered), or [N, logical vocabulary] for
-            ``logits_at_N``. Under :class:`NoisyClean` with S = 2L
-            the last stage's result is of the noised half alone: logits [B, L, ...]. That half comes first, so the
-            rows of ``targets`` are what they were: position * B + sample, position in [0, L). With ``clean_output``
-            it is of both halves, and position is in [0, 2L).
+            ``logits_at_N``. Under :class:`NoisyClean` with S = 2L the last stage's result is of the noised half alone:
+            logits [B, L, ...]. That half comes first, so the rows of ``targets`` are what they were: position * B +
+            sample, position in [0, L). With ``clean_output`` it is of both halves, and position is in [0, 2L).
 
         Raises:
             ValueError: for a pattern of another shape than the input.
