@@ -26,10 +26,12 @@ class Candidate:
     memory: MemoryEstimate
 
     @property
-    def arguments(self) -> str:
-        """As the command line takes them."""
+    def settings(self) -> dict[str, object]:
+        """Fields of the recipe."""
         layout = self.layout
-        settings = {
+        recompute = ("full", "uniform", 1) if self.recompute else (None, None, None)
+        names = ("granularity", "method", "num_layers")
+        return {
             "trainer.num_nodes": layout.num_nodes,
             "trainer.devices": layout.gpus_per_node,
             "trainer.strategy.tensor_model_parallel_size": layout.tensor,
@@ -37,14 +39,17 @@ class Candidate:
             "trainer.strategy.pipeline_model_parallel_size": layout.pipeline,
             "trainer.strategy.expert_model_parallel_size": layout.expert,
             "data.micro_batch_size": self.micro_batch_size,
+            **{f"model.config.recompute_{name}": value for name, value in zip(names, recompute, strict=True)},
         }
-        if self.recompute:
-            settings["model.config.recompute_granularity"] = "full"
-            settings["model.config.recompute_method"] = "uniform"
-            settings["model.config.recompute_num_layers"] = 1
-        else:
-            settings["model.config.recompute_granularity"] = None
-        return " ".join(f"{name}={value}" for name, value in settings.items())
+
+    def arguments(self, own: "Candidate") -> str:
+        """Where it differs from a recipe, as the command line takes it; and how many GPUs."""
+        before = own.settings
+        return " ".join(
+            f"{name}={value}"
+            for name, value in self.settings.items()
+            if value != before[name] or name.startswith(("trainer.num_nodes", "trainer.devices"))
+        )
 
     @property
     def title(self) -> str:
@@ -200,21 +205,22 @@ def plan(recipe: str, gpus: int = 8, memory: float = 80.0, proposals: int = 3) -
         )
     problem = planner.problem(own)
     if problem is None and own.memory.total / 1e9 > memory - RESERVE_GB:
-        problem = f"more than {memory:g} GB, of which {RESERVE_GB:g} stay free for CUDA and NCCL"
-    verdict = f"does not fit ({problem})" if problem else "fits"
+        problem = f"{RESERVE_GB:g} GB stay free for CUDA and NCCL"
+    verdict = f"does not fit {gpus} GPUs of {memory:g} GB as it stands ({problem})" if problem else "fits"
     others = [candidate for candidate in fitting if problem or _cost(candidate) < _cost(own)][:proposals]
+    rows = [("as it stands", own.memory), *((candidate.title, candidate.memory) for candidate in others)]
+    width = max(len(title) for title, _ in rows)
     lines = [
-        f"{recipe}: {planner.parameters / 1e9:.2f} billion parameters, GB on the fullest GPU",
+        f"{recipe}: {planner.parameters / 1e9:.2f} billion parameters, {verdict}",
         "",
-        f"{'':46}" + "".join(f"{part:>12}" for part in (*PARTS, "total")),
-        _row("as it stands", own.memory) + f"  {verdict}",
-        *(_row(candidate.title, candidate.memory) for candidate in others),
+        f"{'GB on the fullest GPU':{width}}" + "".join(f"{part:>12}" for part in (*PARTS, "total")),
+        *(_row(title, width, memory) for title, memory in rows),
     ]
     for candidate in others:
-        lines += ["", candidate.title, f"    {candidate.arguments}"]
+        lines += ["", candidate.title, f"    {candidate.arguments(own)}"]
     return "\n".join(lines)
 
 
-def _row(title: str, memory: MemoryEstimate) -> str:
+def _row(title: str, width: int, memory: MemoryEstimate) -> str:
     values = (*(getattr(memory, part) for part in PARTS), memory.total)
-    return f"{title:46}" + "".join(f"{value / 1e9:12.1f}" for value in values)
+    return f"{title:{width}}" + "".join(f"{value / 1e9:12.1f}" for value in values)
