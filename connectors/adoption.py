@@ -30,7 +30,7 @@ class Source(NamedTuple):
     @property
     def vocab_size(self) -> int:
         """Tokens of the model: the checkpoint's, and more where the mask token needs it."""
-        return grown_vocab_size(self.checkpoint.config, self.mask_token)
+        return grown_vocab_size(self.checkpoint.config, find_family(self.checkpoint.config), self.mask_token)
 
 
 def open_source(model: DiffusionModel, hf_path: str | Path) -> Source:
@@ -84,13 +84,14 @@ def adopt(model: DiffusionModel, tokenizer: TokenizerSpec | None, mask_token_id:
 
 def _mask_token(objective, checkpoint: HFCheckpoint) -> MaskToken:
     tokenizer, hf = load_hf_tokenizer(checkpoint.path), checkpoint.config
+    family = find_family(hf)
     if objective.mask_token_id is not None:
-        return mask_token_at(objective.mask_token_id, tokenizer, hf, find_family(hf))
+        return mask_token_at(objective.mask_token_id, tokenizer, hf, family)
     found = checkpoint_mask_token(checkpoint, tokenizer)
     if found.id is None:
         raise ValueError(
             f"{checkpoint.path} has no mask token, and no tokenizer to add one to; set mask_token_id of the objective "
-            f"to the id of an unused token below {hf['vocab_size']}"
+            f"to the id of an unused token below {family.vocab_size(hf)}"
         )
     return found
 

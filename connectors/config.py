@@ -8,7 +8,7 @@ import torch
 
 from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
 from nemo_dllm.connectors.config_table import dtype_name
-from nemo_dllm.connectors.facts import RIGHT_SHIFT_FIELD, CheckpointFacts, weights_dtype
+from nemo_dllm.connectors.facts import BLOCK_DEFAULTS, RIGHT_SHIFT_FIELD, CheckpointFacts, weights_dtype
 from nemo_dllm.connectors.families import family_of, find_family
 from nemo_dllm.connectors.vocabulary_growth import vocabulary_fields
 
@@ -54,7 +54,8 @@ def diffusion_hf_config(
 
     Args:
         nemo_config: the model's configuration.
-        objective: the model's objective: ``mask_token_id`` and ``right_shift``, and ``block_size`` where it has one.
+        objective: the model's objective: ``mask_token_id`` and ``right_shift``, and ``block_size``,
+            ``ar_loss_weight`` and ``block_start`` where it has blocks.
         vocab_size: tokens: rows of the exported tables.
         dtype: of the exported tensors.
         origin: the checkpoint that training started from; None for a model trained from scratch.
@@ -67,7 +68,7 @@ def diffusion_hf_config(
         hf["dtype" if "dtype" in hf else "torch_dtype"] = dtype_name(dtype)
     told = {"mask_token_id": objective.mask_token_id, RIGHT_SHIFT_FIELD: objective.right_shift}
     if objective.block_size is not None:
-        told["block_size"] = objective.block_size
+        told |= {name: getattr(objective, name) for name in ("block_size", *BLOCK_DEFAULTS)}
     if origin is None or origin.facts.attention == "causal":
         target = family.diffusion_class
         # Rules in full, both spellings of the rotary embedding: the other class may have defaults of its own.
@@ -76,12 +77,13 @@ def diffusion_hf_config(
         hf.pop("auto_map", None)  # It names the classes of the origin.
         if target.code is not None:
             hf["auto_map"] = dict(target.code.auto_map)
-        return hf | told
+        return hf | {name: value for name, value in told.items() if value != BLOCK_DEFAULTS.get(name, ...)}
     hf["model_type"] = family.hf_class(origin.config).exported_as or hf["model_type"]
     # What the origin's reader finds without a field needs none.
     found = {
         "mask_token_id": None if origin.facts.mask_token_added else origin.facts.mask_token_id,
         RIGHT_SHIFT_FIELD: origin.facts.right_shift,
         "block_size": origin.facts.block_size,
+        **{name: getattr(origin.facts, name) for name in BLOCK_DEFAULTS},
     }
     return hf | {name: value for name, value in told.items() if value != found[name]}

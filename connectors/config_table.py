@@ -89,6 +89,14 @@ class ConfigTable:
         """Those fields of config.json that rules write; rotary embeddings in both spellings."""
         return {name: value for rule in self.rules for name, value in rule.to_hf(config).items()}
 
+    def value(self, nemo: str, hf: Mapping[str, Any]) -> Any:
+        """What a config.json means by a field of NeMo's configuration that ``fields`` have."""
+        return _value(next(f for f in reversed(self.fields) if f.nemo == nemo), hf)
+
+    def hf_name(self, nemo: str) -> str:
+        """The field of config.json that decides a field of NeMo's configuration that ``fields`` have."""
+        return next(f.hf for f in reversed(self.fields) if f.nemo == nemo)
+
     def differences(self, config, hf: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Where a NeMo configuration describes another model than config.json: NeMo's name to (model's, file's)."""
         settings = {f.nemo for f in self.fields if not f.binding}

@@ -48,8 +48,8 @@ def diffusion_model(
         "right_shift": facts.right_shift if right_shift is None else right_shift,
     }
     if kind == "bd3lm":
-        named = block_size or facts.block_size
-        objective = BlockDiffusion(**fields, **({} if named is None else {"block_size": named}))
+        named = {} if block_size is None else {"block_size": block_size}
+        objective = BlockDiffusion(**fields, **(facts.block_fields | named))
     else:
         objective = MaskedDiffusion(**fields)
     return KINDS[kind](hf_to_nemo_config(folder), objective)

@@ -20,6 +20,8 @@ from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
 
 # config.json has no established name for the shift; this is how dllm's trainers call it.
 RIGHT_SHIFT_FIELD = "right_shift_logits"
+# Fields of block diffusion that have none either, and their values where config.json is silent.
+BLOCK_DEFAULTS = {"ar_loss_weight": 0.0, "block_start": "clean_prefix"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class CheckpointFacts:
         mask_token_added: whether no file of the checkpoint has it.
         special_token_ids: ids of the bos, eos, pad and unk token that config.json and the tokenizer name; config.json
             may have a list of them.
+        ar_loss_weight: of the next-token loss that blocks were trained with; above 0, finished blocks attend causally.
+        block_start: which logits predict the first token of a block under the shift, see :class:`BlockDiffusion`.
     """
 
     family: str
@@ -53,6 +57,15 @@ class CheckpointFacts:
     mask_token_id: int | None
     mask_token_added: bool
     special_token_ids: dict[str, int | list[int]]
+    ar_loss_weight: float = BLOCK_DEFAULTS["ar_loss_weight"]
+    block_start: str = BLOCK_DEFAULTS["block_start"]
+
+    @property
+    def block_fields(self) -> dict[str, Any]:
+        """Fields of :class:`BlockDiffusion` that say how the model attends and is sampled; none without blocks."""
+        if self.block_size is None:
+            return {}
+        return {name: getattr(self, name) for name in ("block_size", *BLOCK_DEFAULTS)}
 
     def to_json(self) -> dict[str, Any]:
         """The facts as a dict of JSON values."""
@@ -89,6 +102,7 @@ def read_facts(hf_path: str | Path) -> CheckpointFacts:
         mask_token_id=mask_token.id,
         mask_token_added=mask_token.added,
         special_token_ids=special_token_ids,
+        **{name: hf.get(name, silent) for name, silent in BLOCK_DEFAULTS.items()},
     )
 
 

@@ -80,6 +80,10 @@ class Family:
         named = [c for c in self.hf_classes if c.model_type == hf_config.get("model_type")]
         return next((c for c in named if c.architecture in architectures), named[0])
 
+    def vocab_size(self, hf_config: Mapping[str, Any]) -> int:
+        """Rows of the embedding table that a config.json of this family tells."""
+        return self.config.value("vocab_size", hf_config)
+
     @property
     def diffusion_class(self) -> HFClass:
         """The class of exported diffusion models."""

@@ -17,6 +17,7 @@ from nemo_dllm.connectors import placement
 from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, HFCheckpoint
 from nemo_dllm.connectors.expert_keys import EXPERT_BIAS
 from nemo_dllm.connectors.families import family_of, find_family
+from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.key_table import Entry, KeyTable, ModelDimensions, Replicated, TensorRank
 from nemo_dllm.connectors.safetensors_writer import TensorHeader
 from nemo_dllm.connectors.stacked_experts import StackedExperts, per_expert
@@ -69,14 +70,14 @@ def load_hf_weights(
     problems += _differences(checkpoint, table, assignments)
     if problems:
         raise ValueError(f"{checkpoint.path} does not fit the model (family {family.name}):\n" + "\n".join(problems))
-    _check_tied_head(checkpoint, tied_head(family, config))
+    _check_tied_head(checkpoint, family, tied_head(family, config))
     with torch.no_grad():
         for a in assignments:
             read = partial(_read, checkpoint, a.entry.hf)
             a.parameter.copy_(a.entry.layout.read(read, tuple(a.parameter.shape), a.rank, a.dimensions))
 
 
-def _check_tied_head(checkpoint: Checkpoint, names: tuple[str, str] | None) -> None:
+def _check_tied_head(checkpoint: Checkpoint, family: Family, names: tuple[str, str] | None) -> None:
     """Refuse a file whose head is not the embedding that its config.json says it is."""
     if names is None or names[1] not in checkpoint.shapes:
         return
@@ -88,7 +89,7 @@ def _check_tied_head(checkpoint: Checkpoint, names: tuple[str, str] | None) -> N
     if not same:
         raise ValueError(
             f"{checkpoint.path}: config.json ties the head to the embeddings, but {head} differs from {embedding}; "
-            "set tie_word_embeddings to false there, or remove the tensor"
+            f"set {family.config.hf_name('share_embeddings_and_output_weights')} to false there, or remove the tensor"
         )
 
 

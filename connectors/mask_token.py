@@ -38,7 +38,7 @@ def find_mask_token(
     for settings in (hf, generation):
         named = settings.get("mask_token_id")
         if named is not None:
-            _check_inside(named, hf)
+            _check_inside(named, family.vocab_size(hf))
             return mask_token_at(named, tokenizer, hf, family)
     if tokenizer is None:
         return MaskToken(None, None)
@@ -66,13 +66,13 @@ def mask_token_at(token_id: int, tokenizer, hf: Mapping[str, Any], family: Famil
         elif family.mask_token not in tokenizer.get_vocab() and _added_id(tokenizer, family.mask_token) == token_id:
             token = MaskToken(token_id, family.mask_token, added=True)
     if token.text is None:
-        _check_inside(token_id, hf)
+        _check_inside(token_id, family.vocab_size(hf))
     return token
 
 
-def grown_vocab_size(hf: Mapping[str, Any], mask_token: MaskToken) -> int:
+def grown_vocab_size(hf: Mapping[str, Any], family: Family, mask_token: MaskToken) -> int:
     """Tokens of a checkpoint's model once it has a mask token: as many as before where that fits."""
-    return max(hf["vocab_size"], mask_token.id + 1)
+    return max(family.vocab_size(hf), mask_token.id + 1)
 
 
 def _added_id(tokenizer, text: str) -> int:
@@ -92,11 +92,9 @@ def _added_id(tokenizer, text: str) -> int:
     return token_id
 
 
-def _check_inside(token_id: int, hf: Mapping[str, Any]) -> None:
-    if not 0 <= token_id < hf["vocab_size"]:
-        raise ValueError(
-            f"mask_token_id={token_id} is outside the vocabulary of {hf['vocab_size']}; choose an id in it"
-        )
+def _check_inside(token_id: int, vocab_size: int) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise ValueError(f"mask_token_id={token_id} is outside the vocabulary of {vocab_size}; choose an id in it")
 
 
 def _check_unshared(token_id: int, tokenizer, hf: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from megatron.core.utils import unwrap_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, BlockCausal, Pattern
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore
@@ -33,8 +33,6 @@ PROMPTS = (
     "Question: A train covers 120 km in 1.5 hours. What is its speed? Answer:",
 )
 _DRAWN_TOKENS = 32
-# Releases whose config.json does not name it have blocks of 4.
-_BLOCK_SIZE = 4
 
 
 class Difference(NamedTuple):
@@ -58,6 +56,7 @@ class Verification:
         unmatched: tensors that one side only has.
         logits: one for each prompt.
         tolerance: largest absolute difference allowed.
+        dtype: that both sides' weights were rounded to before the comparison: the coarser of the two.
     """
 
     family: str
@@ -67,6 +66,7 @@ class Verification:
     unmatched: list[str]
     logits: list[Difference]
     tolerance: float
+    dtype: torch.dtype
 
     @property
     def passed(self) -> bool:
@@ -80,9 +80,11 @@ def verify_checkpoint(
 ) -> Verification:
     """Compare a checkpoint with the Hugging Face checkpoint that it was made of, or into.
 
-    Logits are compared in fp32, on the CPU, under the attention of the Hugging Face checkpoint's own class. The
-    reference is that class where transformers has it. Other classes are code of their checkpoints, which is never run:
-    there both sides are this package's forward pass, which proves the weights, not the architecture.
+    Where one side has weights of a coarser dtype, as an export in bf16 of a training in fp32, those of the other are
+    rounded to it: that is no difference. Logits are compared in fp32, on the CPU, under the attention of the Hugging
+    Face checkpoint's own class. The reference is that class where transformers has it. Other classes are code of their
+    checkpoints, which is never run: there both sides are this package's forward pass, which proves the weights, not the
+    architecture.
 
     Args:
         hf_path: folder of the Hugging Face checkpoint.
@@ -98,22 +100,33 @@ def verify_checkpoint(
     with single_process():
         core, stored = _opened(Path(checkpoint))
         weights, unmatched = _compare_weights(source, stored(), core.config)
+        dtype = coarser(weights_dtype(source), next(core.parameters()).dtype)
         own_class = _has_own_class(source, facts)
-        reference = _own_class_logits(source, rows) if own_class else _our_logits(_hf_core(source.path), facts, rows)
-        ours = _our_logits(core, facts, rows)
+        if own_class:
+            reference = _own_class_logits(source, rows, dtype)
+        else:
+            reference = _our_logits(_hf_core(source.path), facts, rows, dtype)
+        ours = _our_logits(core, facts, rows, dtype)
     # The checkpoint may have more tokens.
     logits = [
         difference(f"prompt {index}", left, right[..., : left.size(-1)])
         for index, (left, right) in enumerate(zip(reference, ours, strict=True), start=1)
     ]
     name = f"transformers {source.config['architectures'][0]}" if own_class else "this package's forward of the folder"
-    return Verification(facts.family, facts.attention, name, weights, unmatched, logits, tolerance)
+    return Verification(facts.family, facts.attention, name, weights, unmatched, logits, tolerance, dtype)
+
+
+def coarser(left: torch.dtype, right: torch.dtype) -> torch.dtype:
+    """The one of two floating dtypes that rounds more."""
+    return max(left, right, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def difference(name: str, left: Tensor, right: Tensor) -> Difference:
-    """Compare two tensors in fp64."""
+    """Compare two tensors of floats: rounded to the coarser dtype of the two, in fp64."""
     if left.shape != right.shape:
         return Difference(name, float("inf"), float("nan"))
+    dtype = coarser(left.dtype, right.dtype)
+    left, right = left.to(dtype), right.to(dtype)
     left, right = left.double().flatten(), right.double().flatten()
     cosine = torch.nn.functional.cosine_similarity(left, right, dim=0)
     return Difference(name, (left - right).abs().max().item(), cosine.item())
@@ -155,7 +168,10 @@ def _hf_core(path: Path) -> DiffusionCore:
 
 
 @torch.no_grad()
-def _our_logits(core: DiffusionCore, facts: CheckpointFacts, rows: Sequence[Tensor]) -> list[Tensor]:
+def _our_logits(
+    core: DiffusionCore, facts: CheckpointFacts, rows: Sequence[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    _round(core, dtype)
     core.float().eval()
     core.config.params_dtype = torch.float32
     pattern = _pattern(facts)
@@ -165,7 +181,13 @@ def _our_logits(core: DiffusionCore, facts: CheckpointFacts, rows: Sequence[Tens
 def _pattern(facts: CheckpointFacts) -> Pattern:
     if facts.attention == "bidirectional":
         return Bidirectional()
-    return BlockCausal(1 if facts.attention == "causal" else facts.block_size or _BLOCK_SIZE)
+    # A family of block-causal models has a block size for configurations that name none.
+    return BlockCausal(1 if facts.attention == "causal" else facts.block_size)
+
+
+def _round(model: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(coarser(dtype, parameter.dtype))
 
 
 def _has_own_class(source: HFCheckpoint, facts: CheckpointFacts) -> bool:
@@ -175,15 +197,20 @@ def _has_own_class(source: HFCheckpoint, facts: CheckpointFacts) -> bool:
 
 
 @torch.no_grad()
-def _own_class_logits(source: HFCheckpoint, rows: Sequence[Tensor]) -> list[Tensor]:
+def _own_class_logits(source: HFCheckpoint, rows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(str(source.path), torch_dtype=torch.float32, trust_remote_code=False)
-    return [model.eval()(tokens_BT).logits for tokens_BT in rows]
+    _round(model, dtype)
+    return [model.eval().float()(tokens_BT).logits for tokens_BT in rows]
 
 
 def _token_rows(source: HFCheckpoint, prompts: Sequence[str]) -> list[Tensor]:
     tokenizer = load_hf_tokenizer(source.path)
     texts = [] if tokenizer is None else [tokenizer(prompt)["input_ids"] for prompt in prompts]
-    drawn = torch.randint(source.config["vocab_size"], (_DRAWN_TOKENS,), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(
+        find_family(source.config).vocab_size(source.config),
+        (_DRAWN_TOKENS,),
+        generator=torch.Generator().manual_seed(0),
+    )
     return [torch.tensor([ids]) for ids in [*texts, drawn.tolist()] if ids]

@@ -114,10 +114,9 @@ def grow_vocabulary(
         vocab_size: tokens of the model.
         mask_init: see :class:`GrownCheckpoint`.
     """
-    fields = vocabulary_fields(family)
-    if all(checkpoint.config[field] >= vocab_size for field in fields):
+    if family.vocab_size(checkpoint.config) >= vocab_size:
         return checkpoint
-    config = {**checkpoint.config, **dict.fromkeys(fields, vocab_size)}
+    config = {**checkpoint.config, **dict.fromkeys(vocabulary_fields(family), vocab_size)}
     return GrownCheckpoint(checkpoint, config, vocabulary_tables(table), vocab_size, mask_init)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from nemo_dllm.connectors.config_table import dtype_name
 from nemo_dllm.connectors.verify import Difference, Verification, verify_checkpoint
 
 # Of the names of tensors that one side lacks.
@@ -32,7 +33,8 @@ def verification_table(found: Verification, hf_path: str | Path, checkpoint: str
     """One line for all weights, the worst tensor named, and one for each prompt."""
     table = Table(
         title=f"{hf_path} and {checkpoint}",
-        caption=f"family {found.family}, {found.attention} attention; reference: {found.reference}",
+        caption=f"family {found.family}, {found.attention} attention; reference: {found.reference}; "
+        f"weights in {dtype_name(found.dtype)}, logits in float32",
     )
     for column in ("what", "max error", "cosine", "worst"):
         table.add_column(column, justify="right" if column in ("max error", "cosine") else "left")

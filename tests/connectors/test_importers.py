@@ -169,6 +169,8 @@ def test_the_imported_context_has_the_mask_token(make_model, models, tmp_path):
         "mask_token_added": True,
         "special_token_ids": {"bos_token_id": 191, "eos_token_id": 192, "pad_token_id": 191},
         "expert_bias_dtype": None,
+        "ar_loss_weight": 0.0,
+        "block_start": "clean_prefix",
     }
 
 
@@ -276,7 +278,10 @@ def test_wrong_kinds_of_folders_are_named(make_model, models, tmp_path):
     adapters = shutil.copytree(imported, tmp_path / "adapters")
     metadata = {"model_ckpt_path": str(tmp_path / "gone")}
     (adapters / "weights" / "adapter_metadata.json").write_text(json.dumps(metadata))
-    with pytest.raises(FileNotFoundError, match="holds adapters of .*gone, which holds no weights; put it back there"):
+    error = (
+        "holds adapters of .*gone, which is no NeMo .* or write its new folder as model_ckpt_path into .*metadata.json"
+    )
+    with pytest.raises(FileNotFoundError, match=error):
         export_hf_checkpoint(adapters, tmp_path / "hf")
     with pytest.raises(ValueError, match="is a NeMo checkpoint"):
         import_ckpt(make_model(models / "qwen3"), imported, tmp_path / "again")

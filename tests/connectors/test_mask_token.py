@@ -19,7 +19,7 @@ def tokenizer(models):
 
 def test_the_family_s_mask_token_is_the_next_token(tokenizer):
     assert find_mask_token(tokenizer, HF, QWEN3) == MaskToken(196, "<|mask|>", added=True)
-    assert grown_vocab_size(HF, MaskToken(196, "<|mask|>", added=True)) == 200
+    assert grown_vocab_size(HF, QWEN3, MaskToken(196, "<|mask|>", added=True)) == 200
 
 
 @pytest.mark.parametrize(("rows", "grown"), [(196, 197), (190, 197), (197, 197)])
@@ -27,7 +27,7 @@ def test_the_vocabulary_grows_by_what_the_mask_token_needs(tokenizer, rows, grow
     hf = HF | {"vocab_size": rows}
     assert find_mask_token(tokenizer, hf, QWEN3) == MaskToken(196, "<|mask|>", added=True)
     assert mask_token_at(196, tokenizer, hf, QWEN3).id == 196
-    assert grown_vocab_size(hf, MaskToken(196, "<|mask|>")) == grown
+    assert grown_vocab_size(hf, QWEN3, MaskToken(196, "<|mask|>")) == grown
 
 
 def test_ids_with_gaps_give_no_new_id(models, tmp_path):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from nemo_dllm.collections.diffusion.attention.masks import BlockCausal
+
 pytestmark = pytest.mark.nemo
 
 NORM = "model.layers.1.self_attn.k_norm.weight"
@@ -28,6 +30,31 @@ def imported(single_process, models, tmp_path):
         return import_hf_checkpoint(model, source, tmp_path / "nemo")
 
     return run
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("sdar", 4), ("sdar_moe", 4), ("llada2_moe", 32)])
+def test_block_causal_models_whose_configuration_names_no_blocks(verify, make_twin, monkeypatch, name, blocks):
+    from nemo_dllm.connectors import verify as module
+
+    sizes = []
+    monkeypatch.setattr(module, "BlockCausal", lambda size: sizes.append(size) or BlockCausal(size))
+    twin = make_twin(name, block_size=...)
+    found = verify(twin, twin)
+    assert found.passed and found.attention == "block_causal"
+    assert sizes == [blocks, blocks]
+
+
+def test_rounding_to_the_coarser_dtype_is_no_difference(verify, imported, models, make_twin):
+    def halve(tensors):
+        for name in tensors:
+            tensors[name] = tensors[name].bfloat16()
+
+    half = make_twin("qwen3", halve, torch_dtype="bfloat16")
+    for left, right in ((half, imported(models / "qwen3")), (models / "qwen3", half)):
+        found = verify(left, right)
+        assert found.passed and found.dtype is torch.bfloat16
+        assert max(difference.max_error for difference in found.weights) == 0
+        assert max(difference.max_error for difference in found.logits) < 2e-5
 
 
 @pytest.mark.parametrize(
@@ -81,6 +108,8 @@ def test_comparison_of_tensors():
     ones = torch.ones(4)
     assert difference("a", ones, ones) == ("a", 0.0, pytest.approx(1.0))
     assert difference("a", ones, -2 * ones) == ("a", 3.0, pytest.approx(-1.0))
+    assert difference("a", ones + 1e-3, ones.bfloat16()).max_error == 0
+    assert difference("a", ones + 1e-2, ones.bfloat16()).max_error > 0
     assert difference("a", ones, torch.ones(3)).max_error == float("inf")
 
 
