@@ -1,6 +1,5 @@
 """From a NeMo checkpoint of a diffusion model to a Hugging Face checkpoint."""
 
-import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +12,11 @@ from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.utils import unwrap_model
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 from nemo.lightning import io
-from nemo.lightning.ckpt_utils import ADAPTER_META_FILENAME
 
 from nemo_dllm.collections.diffusion.models.lora import add_adapters, merge_adapters
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.single_process import single_process
+from nemo_dllm.connectors.base_model import base_of
 from nemo_dllm.connectors.build import build_on_cpu
 from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, write_hf_checkpoint
 from nemo_dllm.connectors.companions import SUMMARY_FILE, companion_files, origin_layout, read_origin
@@ -125,7 +124,7 @@ def loaded_checkpoint(nemo_path: str | Path) -> Iterator[DiffusionModel]:
 def load_nemo_checkpoint(nemo_path: str | Path) -> DiffusionModel:
     """The model of a NeMo checkpoint, with its weights, whole on the CPU, in the dtype of the checkpoint.
 
-    Adapters are merged into their base model, which must be where it was in training.
+    Adapters are merged into their base model, see :func:`base_of`.
 
     It needs ``single_process``, as long as the model is in use.
 
@@ -143,32 +142,15 @@ def load_nemo_checkpoint(nemo_path: str | Path) -> DiffusionModel:
     if not isinstance(model, DiffusionModel):
         raise ValueError(f"{nemo_path} holds a {type(model).__name__}, not a diffusion model")
     weights = nemo_path / "weights"
-    base = _base_weights(weights)
-    build_on_cpu(model, dtype=_stored_dtype(base or weights))
-    if base is None:
-        _load_weights(model.module, str(weights))
-    else:
-        _load_weights(model.module, str(base))
+    base = base_of(nemo_path)
+    whole = weights if base is None else base / "weights"
+    build_on_cpu(model, dtype=_stored_dtype(whole))
+    _load_weights(model.module, str(whole))
+    if base is not None:
         add_adapters(model.module, model.model_transform)
         _load_weights(model.module, str(weights), only=_ADAPTER)
         merge_adapters(model.module)
     return model
-
-
-def _base_weights(weights: Path) -> Path | None:
-    """The weights that a checkpoint's adapters adapt; None for one with weights of its own.
-
-    Raises:
-        FileNotFoundError: where they are gone.
-    """
-    metadata = weights / ADAPTER_META_FILENAME
-    if not metadata.is_file():
-        return None
-    base = Path(json.loads(metadata.read_text())["model_ckpt_path"])
-    base = base / "weights" if (base / "weights").is_dir() else base
-    if not (base / ".metadata").is_file():
-        raise FileNotFoundError(f"{weights.parent} holds adapters of {base}, which holds no weights; put it back there")
-    return base
 
 
 def _load_weights(core: torch.nn.Module, weights: str, only: str = "") -> None:

@@ -20,7 +20,7 @@ from nemo_dllm.connectors.nemo_tokenizer import nemo_tokenizer
 from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
 
 
-def adopt_hf_checkpoint(model: DiffusionModel, hf_path: str | Path, folder: Path) -> None:
+def adopt_hf_checkpoint(model: DiffusionModel, hf_path: str | Path, folder: Path) -> Path:
     """Make a model one of a Hugging Face checkpoint, as :func:`import_hf_checkpoint` does, all but the weights.
 
     The checkpoint's small files are kept in ``folder``, so that a resumed run does not need the checkpoint, and go from
@@ -30,6 +30,9 @@ def adopt_hf_checkpoint(model: DiffusionModel, hf_path: str | Path, folder: Path
         model: not built; it gets tokenizer, mask token and vocabulary.
         hf_path: folder of the checkpoint; where it is gone, what ``folder`` holds is used.
         folder: of the run.
+
+    Returns:
+        The folder in ``folder`` for what is kept of this checkpoint.
 
     Raises:
         FileNotFoundError, ValueError: see :func:`open_source`.
@@ -43,9 +46,10 @@ def adopt_hf_checkpoint(model: DiffusionModel, hf_path: str | Path, folder: Path
         mask_token_id = origin.facts.mask_token_id
     family = find_family(origin.config)
     mask_token = mask_token_at(mask_token_id, load_hf_tokenizer(companions), origin.config, family)
-    vocab_size = grown_vocab_size(origin.config, mask_token)
+    vocab_size = grown_vocab_size(origin.config, family, mask_token)
     check_same_source(model, origin, companions, vocab_size)
     adopt(model, nemo_tokenizer(companions, mask_token), mask_token.id, vocab_size)
+    return companions.parent
 
 
 def _keep(model: DiffusionModel, hf_path: Path, folder: Path) -> Path:

@@ -7,22 +7,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import nemo_run as run
-from nemo.collections import llm
 
 from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
 from nemo_dllm.collections.diffusion.models.a2d import A2DModel
 from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion
-from nemo_dllm.recipes import tasks
 from nemo_dllm.recipes.builder import FUSIONS, Layout, Schedule, diffusion_recipe, register
 from nemo_dllm.recipes.datasets import check_tokenizer, pretraining_data, supervised_data
+from nemo_dllm.recipes.family_tasks import TASKS, set_adapters
 
 SEQ_LENGTH = 4096
 GLOBAL_BATCH_SIZE = 256
 PRETRAIN = Schedule(max_steps=100_000, learning_rate=3e-4, warmup_steps=2_000, validation_interval=1_000)
 CONTINUE = Schedule(max_steps=20_000, learning_rate=1e-4, warmup_steps=500, validation_interval=1_000)
-FINETUNE = Schedule(max_steps=2_000, learning_rate=2e-5, warmup_steps=100, validation_interval=200)
 
 
 @dataclass(frozen=True)
@@ -74,33 +72,6 @@ KINDS = {
         "{family} as a block diffusion model",
         fields={"block_size": 32},
         positions_per_token=2,
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Task:
-    """A command, what it runs, and how its recipes are described."""
-
-    run: Callable
-    command: Callable
-    summary: str
-    dataset: str
-    """What it trains on."""
-
-
-TASKS = {
-    "pretrain": Task(
-        tasks.pretrain,
-        llm.pretrain,
-        "Pretrain {purpose}.",
-        "prefix of .bin and .idx files, or text file or folder; None is random tokens",
-    ),
-    "finetune": Task(
-        tasks.finetune,
-        llm.finetune,
-        "Fine-tune {purpose}, all weights.",
-        "file or folder of chats, prompts with completions or instructions; None is a few questions",
     ),
 }
 
@@ -167,29 +138,16 @@ def family_recipe(
             raise ValueError(f"{field_name}={value!r} of {family.name} is unknown; choose from {', '.join(known)}")
     check_tokenizer(dataset, tokenizer, init_from)
     facts, model_kind = family.sizes[size], KINDS[kind]
-    config = {"seq_length": SEQ_LENGTH, **FUSIONS, **facts.fields}
-    if task == "pretrain":
-        config.update(family.pretraining)
-    objective = {**model_kind.fields, **family.objective}
     recipe = diffusion_recipe(
         TASKS[task].run,
-        model=run.Config(
-            model_kind.model,
-            config=run.Config(facts.config, **config),
-            objective=run.Config(
-                model_kind.objective,
-                mask_token_id=family.mask_token_id,
-                right_shift=family.right_shift,
-                **objective,
-            ),
-        ),
+        model=_model(family, facts, model_kind, task),
         data=_data(
             family,
             task,
             dataset,
             tokenizer,
             has_tokenizer=tokenizer is not None or init_from is not None,
-            block_size=objective.get("block_size"),
+            block_size={**model_kind.fields, **family.objective}.get("block_size"),
             vocab_size=facts.vocab_size,
             micro_batch_size=max(1, facts.micro_batch_size // model_kind.positions_per_token),
         ),
@@ -199,7 +157,20 @@ def family_recipe(
         dir=dir,
     )
     recipe.init_from = init_from
+    set_adapters(recipe, TASKS[task])
     return recipe
+
+
+def _model(family: RecipeFamily, size: Size, kind: Kind, task: str) -> run.Config:
+    config = {"seq_length": SEQ_LENGTH, **FUSIONS, **size.fields}
+    if TASKS[task].tuning is None:
+        config.update(family.pretraining)
+    objective = {"mask_token_id": family.mask_token_id, "right_shift": family.right_shift}
+    return run.Config(
+        kind.model,
+        config=run.Config(size.config, **config),
+        objective=run.Config(kind.objective, **objective, **{**kind.fields, **family.objective}),
+    )
 
 
 def _data(
@@ -220,7 +191,7 @@ def _data(
         "global_batch_size": GLOBAL_BATCH_SIZE,
         "num_val_rows": GLOBAL_BATCH_SIZE,
     }
-    if task == "finetune" and has_tokenizer:
+    if TASKS[task].tuning is not None and has_tokenizer:
         supervised = {"block_size": block_size, "supervise_padding": family.supervise_padding}
         return supervised_data(dataset, tokenizer, **supervised, **sizes)
     if dataset is not None:
@@ -229,8 +200,8 @@ def _data(
 
 
 def _schedule(task: str, size: Size, starts_trained: bool) -> Schedule:
-    if task == "finetune":
-        return FINETUNE
+    if TASKS[task].tuning is not None:
+        return TASKS[task].tuning
     if starts_trained:
         return replace(CONTINUE, learning_rate=size.learning_rate / 3)
     return replace(PRETRAIN, learning_rate=size.learning_rate)

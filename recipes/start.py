@@ -10,6 +10,7 @@ from nemo.utils import AppState
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.training.resume import ResumeLatest
 from nemo_dllm.connectors.adoption import adopt_import
+from nemo_dllm.connectors.base_model import base_of, keep_base
 from nemo_dllm.connectors.companions import read_origin
 from nemo_dllm.connectors.importers import local_folder
 from nemo_dllm.connectors.start import HFWeights, adopt_hf_checkpoint
@@ -30,11 +31,14 @@ class StartFrom(ResumeLatest):
             NeMo checkpoint.
         mask_init: of rows that the vocabulary grows by: ``mean``, ``random`` or ``zero``.
         data: the run's data module.
+        adapters: whether the weights stay as they are, and adapters are trained: a Hugging Face checkpoint is then
+            converted into the folder of the run, which resuming and exporting take it from.
     """
 
     init_from: str
     mask_init: str = "mean"
     data: pl.LightningDataModule | None = None
+    adapters: bool = False
 
     def setup(self, trainer, model=None) -> None:
         """See :class:`ResumeLatest`.
@@ -60,16 +64,28 @@ class StartFrom(ResumeLatest):
         source = Path(self.init_from.removeprefix("hf://"))
         if not resumes or source.exists():
             source = local_folder(source)
-        adopt_hf_checkpoint(model, source, Path(AppState().log_dir) / KEPT_FOLDER)
-        if not resumes:
+        kept = adopt_hf_checkpoint(model, source, Path(AppState().log_dir) / KEPT_FOLDER)
+        if resumes:
+            return
+        if self.adapters:
+            mask = {"mask_token_id": model.objective.mask_token_id, "mask_init": self.mask_init}
+            self.restore_config = RestoreConfig(path=str(keep_base(source, kept, **mask)))
+        else:
             trainer.callbacks.append(HFWeights(source, self.mask_init))
+
+    def _get_base_model_path_for_adapter(self, adapter_meta_path: Path, model) -> Path:
+        return base_of(Path(adapter_meta_path).parents[1])
 
 
 def start_from(
-    init_from: str | None, mask_init: str, resume: AutoResume | None, data: pl.LightningDataModule
+    init_from: str | None,
+    mask_init: str,
+    resume: AutoResume | None,
+    data: pl.LightningDataModule,
+    adapters: bool = False,
 ) -> AutoResume | None:
     """The resume object of a run that starts from ``init_from``, see :class:`StartFrom`; ``resume`` for None."""
     if init_from is None:
         return resume
     settings = {} if resume is None else {field.name: getattr(resume, field.name) for field in fields(resume)}
-    return StartFrom(**settings, init_from=str(init_from), mask_init=mask_init, data=data)
+    return StartFrom(**settings, init_from=str(init_from), mask_init=mask_init, data=data, adapters=adapters)

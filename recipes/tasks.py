@@ -63,12 +63,12 @@ def finetune(
         init_from, mask_init: see :func:`pretrain`.
 
     Raises:
-        ValueError: as :func:`pretrain`, and for ``peft`` that cannot be trained or merged.
+        ValueError: as :func:`pretrain`, and for ``peft`` that cannot be trained or merged, or has nothing to adapt.
     """
     with refused_once():
         check_settings(model, data, trainer)
-    _check_adapters(peft, init_from)
-    resume = start_from(init_from, mask_init, resume, data)
+    _check_adapters(peft, model, resume, init_from)
+    resume = start_from(init_from, mask_init, resume, data, adapters=peft is not None)
     return llm.finetune(
         model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim, peft=peft, tokenizer="data"
     )
@@ -108,18 +108,22 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
             )
 
 
-def _check_adapters(peft: PEFT | None, init_from: str | None) -> None:
+def _check_adapters(
+    peft: PEFT | None, model: DiffusionModel, resume: nl.AutoResume | None, init_from: str | None
+) -> None:
     if peft is None:
         return
-    if not isinstance(peft, LoRA) and not have_transformer_engine():
+    if isinstance(peft, LoRA):
+        peft.check_fits(model.config)
+    elif not have_transformer_engine():
         raise ValueError(
             f"peft={type(peft).__module__}.{type(peft).__name__} needs Transformer Engine's layers; take LoRA of "
             f"{LoRA.__module__}, or install the extra `te`"
         )
-    if init_from is not None and not (Path(init_from) / "context").is_dir():
+    if init_from is None and (resume is None or not (resume.restore_config or resume.resume_from_path)):
         raise ValueError(
-            f"adapters need a NeMo checkpoint to adapt, and init_from={init_from} is none; import it first "
-            "(nemo-dllm import)"
+            "peft adapts a trained model, and init_from is None, which is random weights; set init_from to a Hugging "
+            "Face folder, a name on the Hub (hf://NAME) or a NeMo checkpoint"
         )
 
 

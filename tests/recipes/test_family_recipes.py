@@ -213,6 +213,23 @@ def test_what_the_recipes_of_a_size_differ_in(recipes):
     assert recipes["qwen3_0p6b_bd3lm_pretrain"].model.objective.block_size == 32
 
 
+def test_adapters_of_every_family(all_recipes):
+    import fiddle as fdl
+
+    from nemo_dllm.collections.diffusion.models.lora import ATTENTION_LAYERS, LoRA
+
+    adapted = {name: (config, recipe) for name, _, _, config, recipe in all_recipes if name.endswith("_lora")}
+    assert 3 * len(adapted) == len(all_recipes)
+    for name, (config, recipe) in adapted.items():
+        lora = fdl.build(recipe.peft)
+        assert type(lora) is LoRA, name
+        assert (lora.dim, lora.alpha, lora.dropout) == (32, 64, 0.0), name
+        linear = ATTENTION_LAYERS if config.num_moe_experts else [*ATTENTION_LAYERS, "linear_fc1", "linear_fc2"]
+        assert lora.target_modules == linear, name
+        lora.check_fits(config)
+        assert recipe.optim.config.lr == pytest.approx(2e-4), name
+
+
 def test_sdar_is_block_diffusion_in_blocks_of_four(recipes):
     from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
 
@@ -244,7 +261,7 @@ def test_what_there_is_not(family_recipes, sizes):
     for size, kind, task, error in (
         ("7b", "mdlm", "pretrain", "size='7b' of llada is unknown; choose from 8b"),
         ("8b", "a2d", "pretrain", "kind='a2d' of llada is unknown; choose from mdlm"),
-        ("8b", "mdlm", "eval", "task='eval' of llada is unknown; choose from pretrain, finetune"),
+        ("8b", "mdlm", "eval", "task='eval' of llada is unknown; choose from pretrain, finetune, lora"),
     ):
         with pytest.raises(ValueError, match=error):
             family_recipes.family_recipe(family, size, kind, task, name="x")

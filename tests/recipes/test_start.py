@@ -128,28 +128,94 @@ def test_a_run_goes_on_from_its_own_checkpoint_and_exports(train, source, tmp_pa
     assert "<|mask|>" in (exported / "tokenizer.json").read_text()
 
 
-def test_adapters_are_trained_alone_and_merged_on_export(
-    train, source, imported, single_process, tmp_path, monkeypatch
-):
+@pytest.fixture(scope="module")
+def adapted(train, source, tmp_path_factory):
+    """Adapters trained on two tensor-parallel ranks from the folder: what the ranks keep, and the run's folder."""
+    return train(source, ranks=2, layout={"tensor_model_parallel_size": 2}, save=True, adapters=True)
+
+
+def last_checkpoint(folder):
     from nemo_dllm.collections.diffusion.training.resume import latest_checkpoint
+
+    return latest_checkpoint(folder / "log" / "run" / "checkpoints")
+
+
+def change(ranks, layer, scale=2.0):
+    """Of a fused weight, by hand from the parts of all ranks: column-parallel layers split B, row-parallel ones A."""
+    a, b = (
+        [
+            weight
+            for rank in ranks
+            for name, weight in rank["weights"].items()
+            if name.endswith(f"{layer}.adapter.{part}")
+        ]
+        for part in ("linear_in.weight", "linear_out.weight")
+    )
+    a = torch.cat(a, 1 if layer.endswith(("linear_proj", "linear_fc2")) else 0)
+    if layer.endswith("linear_fc1"):  # Each rank has its gates, then what they gate.
+        gates, ups = zip(*(part.chunk(2) for part in b), strict=True)
+        b = [*gates, *ups]
+    return scale * torch.cat(b) @ a
+
+
+def test_adapters_are_merged_on_export(adapted, source, single_process, tmp_path):
+    from nemo_dllm.connectors.hf_export import export_hf_checkpoint
+
+    ranks, folder = adapted
+    moved = (folder / "log").rename(tmp_path / "log")
+    exported = export_hf_checkpoint(last_checkpoint(tmp_path), tmp_path / "exported")
+    moved.rename(folder / "log")
+    before, after = (load_file(path / "model.safetensors") for path in (source, exported))
+    assert before.keys() == after.keys()
+    assert torch.equal(after[TABLE][:196], before[TABLE])
+    changed = {name for name in before if name != TABLE and (before[name] != after[name]).any()}
+    assert changed == {name for name in before if "_proj." in name}
+    for layer in range(2):
+        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        expected = {
+            "self_attn.o_proj": change(ranks, f"{ours}self_attention.linear_proj"),
+            "mlp.down_proj": change(ranks, f"{ours}mlp.linear_fc2"),
+            **zip_chunks(("mlp.gate_proj", "mlp.up_proj"), change(ranks, f"{ours}mlp.linear_fc1")),
+        }
+        for name, difference in expected.items():
+            name = f"{theirs}{name}.weight"
+            assert difference.abs().max() > 1e-4
+            torch.testing.assert_close(after[name] - before[name], difference, rtol=0, atol=1e-6)
+
+
+def zip_chunks(names, tensor):
+    return dict(zip(names, tensor.chunk(len(names)), strict=True))
+
+
+def test_adapters_merged_are_adapters_applied(adapted, single_process, monkeypatch):
     from nemo_dllm.connectors import hf_export
 
-    _, folder = train(imported, save=True, adapters=True)
-    last = latest_checkpoint(folder / "log" / "run" / "checkpoints")
+    last = last_checkpoint(adapted[1])
     tokens = torch.arange(32).view(2, 16)
     with torch.no_grad():
         merged = hf_export.load_nemo_checkpoint(last).module.eval()(tokens)
-        base = hf_export.load_nemo_checkpoint(imported).module.eval()(tokens)
-        exported = hf_export.export_hf_checkpoint(last, tmp_path / "exported")
         monkeypatch.setattr(hf_export, "merge_adapters", lambda core: None)
-        adapted = hf_export.load_nemo_checkpoint(last).module.eval()(tokens)
-    assert (merged - adapted).abs().max() < 2e-5 < 0.1 < (merged - base).abs().max()
-    before, after = (load_file(path / "model.safetensors") for path in (source, exported))
-    assert before.keys() == after.keys()
-    changed = {
-        name for name in before if before[name].shape == after[name].shape and (before[name] != after[name]).any()
-    }
-    assert changed == {name for name in before if "_proj." in name}
+        applied = hf_export.load_nemo_checkpoint(last).module.eval()(tokens)
+        monkeypatch.setattr(hf_export, "add_adapters", lambda core, lora: None)
+        monkeypatch.setattr(hf_export, "_ADAPTER", "no name has this")
+        base = hf_export.load_nemo_checkpoint(last).module.eval()(tokens)
+    assert (merged - applied).abs().max() < 2e-5 < 0.1 < (merged - base).abs().max()
+
+
+def test_adapters_start_alike_from_a_folder_and_from_its_import(train, source, imported):
+    (from_folder,), _ = train(source, adapters=True)
+    (from_import,), _ = train(imported, adapters=True)
+    assert_equal(from_folder, from_import)
+
+
+def test_adapters_go_on_where_they_were_without_the_folder(train, source, tmp_path):
+    (straight,), _ = train(source, steps=2 * STEPS, adapters=True)
+    gone = shutil.copytree(source, tmp_path / "gone")
+    _, folder = train(gone, save=True, adapters=True)
+    shutil.rmtree(gone)
+    moved = folder.rename(tmp_path / "moved")
+    (resumed,), _ = train(gone, steps=2 * STEPS, folder=moved, save=True, adapters=True)
+    assert torch.equal(resumed["losses"], straight["losses"][STEPS:])
 
 
 def test_a_killed_import_leaves_nothing_that_loads(forks, source, single_process, tmp_path):
@@ -164,6 +230,7 @@ def test_a_killed_import_leaves_nothing_that_loads(forks, source, single_process
     assert process.exitcode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".nemo.unfinished") and (left / "weights" / ".metadata").is_file()
-    with pytest.raises(FileNotFoundError, match="is no NeMo checkpoint"):
+    with pytest.raises(ValueError, match="is a conversion that did not end; convert again, which removes it"):
         load_nemo_checkpoint(left)
     assert load_nemo_checkpoint(import_checkpoint(*job)).config.vocab_size == 197
+    assert [path.name for path in tmp_path.iterdir()] == ["nemo"]

@@ -240,5 +240,13 @@ def test_adapters_that_cannot_be_trained_or_merged(tiny, monkeypatch):
     built = fdl.build(tiny).keywords
     with pytest.raises(ValueError, match="LoRA needs Transformer Engine's layers; take LoRA of nemo_dllm"):
         tasks.finetune(**built, peft=NeMoLoRA())
-    with pytest.raises(ValueError, match="init_from=hf://model is none; import it first"):
-        tasks.finetune(**built, peft=LoRA(), init_from="hf://model")
+    with pytest.raises(ValueError, match="peft adapts a trained model, and init_from is None, which is random weights"):
+        tasks.finetune(**built, peft=LoRA())
+    built["model"].config.num_moe_experts = 4
+    experts = r"peft.target_modules=\['linear_qkv', 'linear_proj', 'linear_fc1', 'linear_fc2'\] would adapt layers of"
+    with pytest.raises(ValueError, match=experts + r".*set peft.target_modules=\['linear_qkv', 'linear_proj'\]"):
+        tasks.finetune(**built, peft=LoRA(), init_from="folder")
+    with pytest.raises(ValueError, match=r"target_modules=\['\*.layers.1.mlp.experts.\*'\] would adapt"):
+        tasks.finetune(**built, peft=LoRA(target_modules=["*.layers.1.mlp.experts.*"]), init_from="folder")
+    # Others may be.
+    LoRA(target_modules=["linear_qkv", "*.shared_experts.linear_fc1"]).check_fits(built["model"].config)

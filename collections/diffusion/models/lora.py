@@ -1,24 +1,38 @@
 """Low-rank adapters (Hu et al., 2021) for any layers, Transformer Engine's or local ones."""
 
+import re
 from dataclasses import fields
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo.collections.llm.peft.lora import LoRA as NeMoLoRA
 from nemo.collections.llm.peft.lora import LoRALinear
-from nemo.collections.llm.peft.utils import ParallelLinearAdapter, is_expert_linear
+from nemo.collections.llm.peft.utils import ParallelLinearAdapter
 
 from nemo_dllm.collections.diffusion.attention.layers import have_transformer_engine
+
+ATTENTION_LAYERS = ["linear_qkv", "linear_proj"]
+"""Target modules of models with experts."""
+
+_EXPERT = re.compile(r"\bmlp\.experts\.")
 
 
 class LoRA(NeMoLoRA):
     """NeMo's ``LoRA``, which without Transformer Engine refuses every layer, for Megatron's own linear layers too.
 
-    Fields: see there; ``target_modules`` are ``linear_qkv``, ``linear_proj``, ``linear_fc1`` and ``linear_fc2``.
+    Fields: see there; ``target_modules`` are ``linear_qkv``, ``linear_proj``, ``linear_fc1`` and ``linear_fc2``, or
+    patterns of full names. Routed experts' layers cannot be adapted.
     """
 
     def transform(self, m: torch.nn.Module, name: str | None = None, prefix: str | None = None) -> torch.nn.Module:
-        """Wrap a linear layer with an adapter; any other module stays."""
+        """Wrap a linear layer with an adapter; any other module stays.
+
+        Raises:
+            ValueError: for an expert's layer.
+        """
+        if _EXPERT.search(f"{prefix}.{name}") and self.match(m, name, prefix):
+            raise ValueError(f"{self._experts_are_refused()}: it names {prefix}.{name}")
         if not isinstance(m, ColumnParallelLinear | RowParallelLinear):
             return super().transform(m, name, prefix) if have_transformer_engine() else m
         found = self.match(m, name, prefix)
@@ -39,12 +53,30 @@ class LoRA(NeMoLoRA):
             dropout_position=self.dropout_position,
             model_parallel_config=m.config,
             alpha=self.alpha,
-            is_expert=is_expert_linear(found[1]),
+            is_expert=False,
             a2a_experimental=self.a2a_experimental,
             disable_sequence_parallel_comm=not m.config.sequence_parallel,
             dropout_recompute=self.dropout_recompute,
         )
         return LoRALinear(m, adapter)
+
+    def check_fits(self, config: TransformerConfig) -> None:
+        """Check, before anything is built, that no layer is adapted that cannot be.
+
+        Raises:
+            ValueError: where ``target_modules`` name layers of routed experts.
+        """
+        layers = range(config.num_layers if config.num_moe_experts else 0)
+        for name in (f"decoder.layers.{layer}.mlp.experts.linear_fc{index}" for layer in layers for index in (1, 2)):
+            prefix, _, linear = name.rpartition(".")
+            if self.match(None, linear, prefix):
+                raise ValueError(self._experts_are_refused())
+
+    def _experts_are_refused(self) -> str:
+        return (
+            f"peft.target_modules={self.target_modules} would adapt layers of routed experts (mlp.experts), which is "
+            f"not supported; set peft.target_modules={ATTENTION_LAYERS}, or to patterns of other layers"
+        )
 
 
 def add_adapters(module: torch.nn.Module, lora: NeMoLoRA) -> None:

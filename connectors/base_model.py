@@ -1,0 +1,80 @@
+"""The frozen base model of adapters: kept in the folder of the run, found again for resuming and exporting."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from nemo.lightning.ckpt_utils import ADAPTER_META_FILENAME
+from nemo.utils.get_rank import is_global_rank_zero
+
+BASE_FOLDER = "base"
+_BASE_FIELD = "model_ckpt_path"
+# A conversion is a process of its own: it changes settings of NeMo and Megatron that a training sets otherwise.
+_CONVERT = """
+import json, sys
+from nemo_dllm.connectors.conversion import import_checkpoint
+import_checkpoint(**json.loads(sys.argv[1]))
+"""
+# Of launchers: they would make the conversion one of many processes.
+_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_", "NODE_RANK", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_")
+_SECONDS_BETWEEN_LOOKS = 0.5
+
+
+def keep_base(hf_path: Path, folder: Path, *, mask_token_id: int, mask_init: str) -> Path:
+    """The import of a Hugging Face checkpoint in a folder of the run, converted where it is not there yet.
+
+    The first process of the run converts, all others wait for it.
+
+    Args:
+        hf_path: folder of the checkpoint.
+        folder: what :func:`adopt_hf_checkpoint` returned.
+        mask_token_id: the model's.
+        mask_init: of rows that the vocabulary grows by, see :class:`GrownCheckpoint`.
+
+    Raises:
+        RuntimeError: where the conversion failed; its own message is on the console.
+    """
+    base = folder / BASE_FOLDER
+    if not base.is_dir() and is_global_rank_zero():
+        conversion = {
+            "source": str(hf_path),
+            "output_path": str(base),
+            "mask_token_id": mask_token_id,
+            "mask_init": mask_init,
+        }
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_DISTRIBUTED)}
+        done = subprocess.run([sys.executable, "-c", _CONVERT, json.dumps(conversion)], env=environment, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{hf_path} could not be converted to {base}, for the adapters to adapt; see above")
+    while not base.is_dir():
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    return base
+
+
+def base_of(checkpoint: Path) -> Path | None:
+    """The NeMo checkpoint that a checkpoint's adapters adapt; None for one with weights of its own.
+
+    That in the folder of the run, wherever that is now, or else where it was in training.
+
+    Raises:
+        FileNotFoundError: where it is gone.
+    """
+    metadata = checkpoint / "weights" / ADAPTER_META_FILENAME
+    if not metadata.is_file():
+        return None
+    named = Path(json.loads(metadata.read_text())[_BASE_FIELD])
+    named = named.parent if named.name == "weights" else named
+    # RUN/checkpoints/CHECKPOINT, and RUN/start/KEPT/base.
+    places = [named]
+    if named.name == BASE_FOLDER:
+        places.insert(0, checkpoint.resolve().parents[1].joinpath(*named.parts[-3:]))
+    for place in places:
+        if (place / "weights" / ".metadata").is_file():
+            return place
+    raise FileNotFoundError(
+        f"{checkpoint} holds adapters of {named}, which is no NeMo checkpoint any more; put it back there, or write "
+        f"its new folder as {_BASE_FIELD} into {metadata}"
+    )
