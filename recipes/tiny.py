@@ -9,45 +9,53 @@ from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion
 from nemo_dllm.recipes.builder import FUSIONS, Layout, Schedule, diffusion_recipe, register
+from nemo_dllm.recipes.datasets import pretraining_data
 from nemo_dllm.recipes.moe_fields import SOFTMAX_PRETRAINING, SOFTMAX_ROUTER
 from nemo_dllm.recipes.tasks import pretrain
 
 
-def mdlm_tiny(path: str | None = None, dir: str | None = None, name: str = "mdlm_tiny") -> run.Partial:
+def mdlm_tiny(
+    path: str | None = None, dir: str | None = None, name: str = "mdlm_tiny", tokenizer: str | None = None
+) -> run.Partial:
     """Pretrain a masked diffusion model of a few million parameters on text, on the CPU or one GPU.
 
     Args:
-        path: text file or folder; None reads the sources of Python's standard library.
+        path: text file or folder, or prefix of a corpus in .bin and .idx files; None reads the sources of Python's
+            standard library.
         dir: folder of the run's folder.
         name: of the run.
+        tokenizer: Hugging Face folder or name; None trains one on the text, which a corpus has no more.
 
     Examples:
         ``nemo llm pretrain --factory mdlm_tiny --yes``
 
         >>> run.run(mdlm_tiny(path="my_texts"), direct=True)
     """
-    return _tiny(MDLMModel, run.Config(MaskedDiffusion), path, dir, name, max_steps=500)
+    return _tiny(MDLMModel, run.Config(MaskedDiffusion), path, dir, name, tokenizer, max_steps=500)
 
 
-def bd3lm_tiny(path: str | None = None, dir: str | None = None, name: str = "bd3lm_tiny") -> run.Partial:
+def bd3lm_tiny(
+    path: str | None = None, dir: str | None = None, name: str = "bd3lm_tiny", tokenizer: str | None = None
+) -> run.Partial:
     """Pretrain a block diffusion model of a few million parameters on text, on the CPU or one GPU.
 
     Args:
-        path, dir, name: see :func:`mdlm_tiny`.
+        path, dir, name, tokenizer: see :func:`mdlm_tiny`.
 
     Examples:
         ``nemo llm pretrain --factory bd3lm_tiny --yes``
     """
-    recipe = _tiny(BD3LMModel, run.Config(BlockDiffusion, block_size=8), path, dir, name, max_steps=200)
-    recipe.data.document_boundaries = False
-    return recipe
+    objective = run.Config(BlockDiffusion, block_size=8)
+    return _tiny(BD3LMModel, objective, path, dir, name, tokenizer, max_steps=200)
 
 
-def mdlm_moe_tiny(path: str | None = None, dir: str | None = None, name: str = "mdlm_moe_tiny") -> run.Partial:
+def mdlm_moe_tiny(
+    path: str | None = None, dir: str | None = None, name: str = "mdlm_moe_tiny", tokenizer: str | None = None
+) -> run.Partial:
     """Pretrain a masked diffusion model with eight experts on text, on the CPU or one GPU.
 
     Args:
-        path, dir, name: see :func:`mdlm_tiny`.
+        path, dir, name, tokenizer: see :func:`mdlm_tiny`.
 
     Examples:
         ``nemo llm pretrain --factory mdlm_moe_tiny --yes``
@@ -59,6 +67,7 @@ def mdlm_moe_tiny(path: str | None = None, dir: str | None = None, name: str = "
         path,
         dir,
         name,
+        tokenizer,
         max_steps=200,
         config_class=Qwen3MoEConfig,
         **{**SOFTMAX_ROUTER, **SOFTMAX_PRETRAINING, **experts},
@@ -66,7 +75,15 @@ def mdlm_moe_tiny(path: str | None = None, dir: str | None = None, name: str = "
 
 
 def _tiny(
-    model_class, objective: run.Config, path, dir, name, max_steps: int, config_class: type = llm.Qwen3Config, **fields
+    model_class,
+    objective: run.Config,
+    path,
+    dir,
+    name,
+    tokenizer,
+    max_steps: int,
+    config_class: type = llm.Qwen3Config,
+    **fields,
 ) -> run.Partial:
     model = run.Config(
         model_class,
@@ -87,10 +104,11 @@ def _tiny(
         ),
         objective=objective,
     )
-    data = run.Config(
-        TextDataModule, path=path, vocab_size=2048, seq_length=128, micro_batch_size=16, global_batch_size=16,
-        num_val_rows=128,
-    )  # fmt: skip
+    sizes = {"seq_length": 128, "micro_batch_size": 16, "global_batch_size": 16, "num_val_rows": 128}
+    data = pretraining_data(path, tokenizer, **sizes)
+    data.document_boundaries = False
+    if data.__fn_or_cls__ is TextDataModule:
+        data.vocab_size = 2048
     schedule = Schedule(
         max_steps=max_steps,
         learning_rate=3e-3,

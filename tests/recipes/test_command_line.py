@@ -33,7 +33,7 @@ TINY = ("--factory", "mdlm_tiny")
             "--factory qwen3_0p6b_mdlm_finetune is a recipe of `finetune`, not of `pretrain`",
         ),
         (("--factory", "mdlm_tiny(pathh=x)"), "--factory mdlm_tiny(pathh=x): pathh is unknown; did you mean path?"),
-        (("--factory", "mdlm_tiny(xyzzy=x)"), "xyzzy is unknown; known: path, dir, name"),
+        (("--factory", "mdlm_tiny(xyzzy=x)"), "xyzzy is unknown; known: path, dir, name, tokenizer"),
         ((*TINY, "trainer.max_stepz=2"), "trainer.max_stepz is unknown; did you mean trainer.max_steps"),
         ((*TINY, "trainerr.max_steps=2"), "trainerr is unknown; did you mean trainer?"),
         ((*TINY, "model.xyzzy=2"), "model.xyzzy is unknown; known: config, objective, optim, tokenizer"),
