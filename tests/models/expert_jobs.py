@@ -6,10 +6,12 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from nemo.collections.llm import GPTConfig
+from nemo.lightning.megatron_parallel import CallbackMethods
 
+from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.models.moe_layer import moe_layers
-from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion
 from nemo_dllm.collections.diffusion.training.expert_load import ExpertLoad
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -19,7 +21,7 @@ from jobs import RowsDataModule, optimizer_of, trainer_of
 START = (0.2, 0.1, -0.1, -0.2)
 
 
-class SameInEveryLayout(MDLMModel):
+class FixedWeights:
     """Layouts draw weights differently; here routers see embeddings alone, with weights of their own."""
 
     def configure_model(self, vp_stage=None):
@@ -33,6 +35,14 @@ class SameInEveryLayout(MDLMModel):
         for name, parameter in self.module.named_parameters():
             if "linear_proj" in name or "linear_fc2" in name:
                 parameter.data.zero_()
+
+
+class SameInEveryLayout(FixedWeights, MDLMModel):
+    """With such weights."""
+
+
+class SameBlocksInEveryLayout(FixedWeights, BD3LMModel):
+    """With such weights."""
 
 
 class BiasRecorder(pl.Callback):
@@ -58,6 +68,25 @@ def balance(folder, rank, ranks, layout, micro_batch_size, rows, config, steps):
     trainer = trainer_of(folder, rank, ranks, layout, max_steps=steps, callbacks=[load, recorder], log_every_n_steps=1)
     trainer.fit(model, RowsDataModule(rows, micro_batch_size, len(rows["tokens"])))
     torch.save(recorder.kept, folder / f"kept{rank}")
+
+
+class RouterGradients(pl.Callback, CallbackMethods):
+    """Keeps the gradients of this rank's routers, by layer, before the optimizer sees them."""
+
+    def on_megatron_step_end(self, step, reduced):
+        layers = moe_layers(step.trainer.model)
+        self.kept = {layer.layer_number: layer.router.weight.main_grad.clone() for layer in layers}
+
+
+def router_gradients(folder, rank, ranks, layout, micro_batch_size, rows, config):
+    """One step; only the router's losses reach the routers, as experts give out zeros."""
+    torch.manual_seed(0)
+    objective = BlockDiffusion(mask_token_id=199, block_size=4)
+    model = SameBlocksInEveryLayout(GPTConfig(**config), objective, optim=optimizer_of(0.0, clip_grad=0.0))
+    gradients = RouterGradients()
+    trainer = trainer_of(folder, rank, ranks, layout, max_steps=1, callbacks=[gradients])
+    trainer.fit(model, RowsDataModule(rows, micro_batch_size, len(rows["tokens"])))
+    torch.save(gradients.kept, folder / f"gradients{rank}")
 
 
 if __name__ == "__main__":

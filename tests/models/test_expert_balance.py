@@ -79,3 +79,28 @@ def test_metrics(alone):
     for name, value in alone[0]["metrics"].items():
         low, high = (1, EXPERTS / 2) if name.endswith("max") else (0, 1.5)
         assert low <= value <= high, name
+
+
+@pytest.fixture(scope="module")
+def router_gradients(run_job, model_fields):
+    """By layer, of losses of rows and tokens that count for much."""
+    losses = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 10.0, "moe_z_loss_coeff": 1.0}
+    config = {**model_fields["mixture of experts"], "moe_token_dispatcher_type": "alltoall", **losses}
+
+    def run(ranks=1, micro_batch_size=8, layout=None):
+        arguments = {"layout": layout or {}, "micro_batch_size": micro_batch_size, "rows": ROWS, "config": config}
+        folder = run_job("router_gradients", ranks, script="expert_jobs.py", **arguments)
+        return [torch.load(folder / f"gradients{rank}") for rank in range(ranks)]
+
+    return run
+
+
+def test_auxiliary_losses_have_one_gradient_in_every_layout(router_gradients):
+    (expected,) = router_gradients()
+    assert all(gradient.abs().max() > 1e-3 for gradient in expected.values())
+    for name, layout in LAYOUTS.items():
+        for rank in router_gradients(*layout):
+            assert rank
+            for layer, gradient in rank.items():
+                difference = (gradient - expected[layer]).abs().max() / expected[layer].abs().max()
+                assert difference < 1e-5, (name, layer)
