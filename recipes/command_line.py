@@ -18,6 +18,7 @@ from nemo_run.cli.cli_parser import CLIException, ParseError
 from nemo_run.cli.lazy import LazyEntrypoint
 
 from nemo_dllm.recipes.builder import RECIPES
+from nemo_dllm.recipes.saved import is_saved_recipe
 
 # A configuration of Megatron has two hundred fields.
 MAX_LISTED = 40
@@ -64,6 +65,8 @@ class QuietRun(api.RunContext):
         for argument in args:
             if argument.startswith("-") or "=" not in argument:
                 raise ValueError(f"{argument} is neither an option of nemo llm {fn.__name__} nor FIELD=VALUE")
+        if self.yaml and not self.factory and Path(self.yaml).is_file() and is_saved_recipe(self.yaml):
+            self.factory, self.yaml = f"saved(path='{self.yaml}')", None
         if not self.factory and not self.yaml:
             raise ValueError("no recipe is named; add --factory NAME (`nemo-dllm recipes` lists them) or --yaml FILE")
         factory = LazyEntrypoint(fn, factory=self.factory, yaml=self.yaml)._factory_

@@ -26,7 +26,7 @@ TINY = ("--factory", "mdlm_tiny")
     "arguments, message",
     [
         ((), "no recipe is named; add --factory NAME"),
-        (("--factory", "mdlm_tyny"), "--factory mdlm_tyny is unknown; did you mean mdlm_tiny or bd3lm_tiny?"),
+        (("--factory", "mdlm_tyny"), "--factory mdlm_tyny is unknown; did you mean mdlm_tiny or bd3lm_tiny"),
         (("--factory", "xyzzy"), "--factory xyzzy is unknown; see (`nemo-dllm recipes` lists all)"),
         (
             ("--factory", "qwen3_0p6b_mdlm_finetune"),
@@ -62,11 +62,49 @@ def test_what_the_user_asks_to_see_is_shown(pretrain, capsys):
     assert "max_steps=17" in capsys.readouterr().out
 
 
-def test_a_recipe_can_be_exported(pretrain, tmp_path, monkeypatch):
-    # NeMo leaves a representer of any object behind once it has saved a checkpoint's context in this process.
-    monkeypatch.setattr(yaml.SafeDumper, "yaml_multi_representers", {})
-    pretrain(*TINY, "trainer.max_steps=17", "--to-yaml", str(tmp_path / "recipe.yaml"))
-    assert "max_steps: 17" in (tmp_path / "recipe.yaml").read_text()
+@pytest.fixture
+def export(pretrain, tmp_path, monkeypatch):
+    """Writes a recipe to a file, and returns it."""
+
+    def export(*arguments):
+        # NeMo leaves a representer of any object behind once it has saved a checkpoint's context in this process.
+        monkeypatch.setattr(yaml.SafeDumper, "yaml_multi_representers", {})
+        pretrain(*arguments, "--to-yaml", str(tmp_path / "recipe.yaml"))
+        return tmp_path / "recipe.yaml"
+
+    return export
+
+
+def test_a_recipe_can_be_exported_and_read_back(export, recipes):
+    """By our command and by NeMo's, with overrides on top."""
+    from nemo.collections import llm
+    from nemo_run.cli.api import RunContext
+
+    from nemo_dllm.recipes.command_line import QuietRun
+
+    for name in ("mdlm_tiny", "llama31_8b_a2d_pretrain", "sdar_1p7b_pretrain"):
+        file = export("--factory", name, "trainer.max_steps=17")
+        assert "max_steps: 17" in file.read_text()
+        expected = recipes[name]
+        expected.trainer.max_steps = 17
+        assert QuietRun(name="pretrain", yaml=str(file)).parse_fn(llm.pretrain, []) == expected
+        expected.optim.config.lr = 0.5
+        context = RunContext(name="pretrain", factory=f"saved(path='{file}')")
+        assert context.parse_fn(llm.pretrain, ["optim.config.lr=0.5"]) == expected
+
+
+def test_files_that_hold_no_recipe_of_the_command(export, tmp_path):
+    from nemo_dllm.recipes.saved import read_recipe
+
+    file = export("--factory", "mdlm_tiny")
+    with pytest.raises(ValueError, match="recipe.yaml holds a recipe of `pretrain`, not of `finetune`"):
+        read_recipe(file, "finetune")
+    file.write_text(file.read_text().replace("MDLMModel", "MDLMMoodel"))
+    with pytest.raises(ValueError, match="_target_=nemo_dllm.collections.*MDLMMoodel does not exist here"):
+        read_recipe(file, "pretrain")
+    file.write_text("trainer: {max_steps: 1}")
+    with pytest.raises(ValueError, match="recipe.yaml holds no whole recipe; write it with --to-yaml"):
+        read_recipe(file, "pretrain")
 
 
 def test_nemo_runs_own_command_is_as_it_was(pretrain):
