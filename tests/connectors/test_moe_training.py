@@ -9,15 +9,32 @@ import torch
 from safetensors.torch import load_file
 
 
+def train(source, folder, bias_update_rate):
+    """Weights before and after two Adam steps with a learning rate of 1e-3."""
+    script = Path(__file__).with_name("train_from_import.py")
+    arguments = [sys.executable, script, source, folder, str(bias_update_rate)]
+    run = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-5000:]
+    before, after = load_file(source / "model.safetensors"), load_file(folder / "exported" / "model.safetensors")
+    assert before.keys() == after.keys()
+    return before, after
+
+
+@pytest.mark.nemo
+def test_biases_that_follow_the_load_are_saved_and_exported(models, tmp_path):
+    before, after = train(models / "llada2_moe", tmp_path, 0.25)
+    names = [name for name in before if name.endswith("expert_bias")]
+    assert len(names) == 2
+    for name in names:
+        # Each of two steps is up, down or, at the mean load, none.
+        steps = (after[name] - before[name]) / 0.25
+        assert torch.allclose(steps, steps.round(), atol=1e-5)
+        assert steps.abs().max() in (1, 2) and (steps > 0).any() and (steps < 0).any()
+
+
 @pytest.mark.nemo
 def test_experts_that_tokens_reach_learn_and_biases_stay(models, tmp_path):
-    """Two Adam steps with a learning rate of 1e-3."""
-    source = models / "llada2_moe"
-    script = Path(__file__).with_name("train_from_import.py")
-    run = subprocess.run([sys.executable, script, source, tmp_path], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-5000:]
-    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "exported" / "model.safetensors")
-    assert before.keys() == after.keys()
+    before, after = train(models / "llada2_moe", tmp_path, 0.0)
     moved = {name: (after[name] - before[name]).abs().max() for name in before}
     assert max(moved.values()) < 2.1e-3
     assert not any(moved[name] for name in moved if name.endswith("expert_bias"))

@@ -1,4 +1,7 @@
-"""Import a checkpoint, train two steps from it and export the result, run as a script: source output."""
+"""Import a checkpoint, train two steps from it and export the result, run as a script.
+
+Arguments: source, output, and, where biases of experts follow the load, the rate.
+"""
 
 import sys
 from pathlib import Path
@@ -21,14 +24,16 @@ from nemo_dllm.connectors.facts import read_facts
 LEARNING_RATE, STEPS = 1e-3, 2
 
 
-def train(source: Path, folder: Path) -> None:
+def train(source: Path, folder: Path, bias_update_rate: float = 0.0) -> None:
     model_class = A2DModel if read_facts(source).attention == "causal" else MDLMModel
     model = model_class(hf_to_nemo_config(source), MaskedDiffusion())
     imported = llm.import_ckpt(model, source=f"hf://{source}", output_path=folder / "imported")
+    config = hf_to_nemo_config(source)
+    config.moe_router_bias_update_rate = bias_update_rate
     optimizer = OptimizerConfig(optimizer="adam", lr=LEARNING_RATE, use_distributed_optimizer=False)
     llm.train(
         # A new model, that knows nothing of the import but its path.
-        model_class(hf_to_nemo_config(source), MaskedDiffusion(), optim=nl.MegatronOptimizerModule(config=optimizer)),
+        model_class(config, MaskedDiffusion(), optim=nl.MegatronOptimizerModule(config=optimizer)),
         MockDataModule(tokenizer=model.tokenizer, seq_length=16, micro_batch_size=2, global_batch_size=2),
         nl.Trainer(
             devices=1,
@@ -56,4 +61,4 @@ if __name__ == "__main__":
     if cpu.enable_cpu_runtime():
         # NeMo asserts after every load that CUDA was initialised.
         nemo.lightning.io.pl._fix_tensors_device = lambda checkpoint: checkpoint
-    train(Path(sys.argv[1]), Path(sys.argv[2]))
+    train(Path(sys.argv[1]), Path(sys.argv[2]), *map(float, sys.argv[3:]))
