@@ -10,9 +10,9 @@ from typing import Any, Union, get_args
 import nemo_run as run
 from nemo_run.cli.cli_parser import type_parser
 
+from nemo_dllm.cli.sampling import COMMANDS, REQUIRED, Command, Option
 from nemo_dllm.recipes.builder import RECIPES
 from nemo_dllm.recipes.plan import plan
-from nemo_dllm.sampling_commands import COMMANDS, REQUIRED, Command, Option
 
 
 def _parse_union(value: str, annotation: types.UnionType) -> Any:
@@ -50,7 +50,7 @@ def recipes() -> None:
 
 
 def _sampling_command(command: Command) -> Callable[..., None]:
-    """A command of ``sampling_commands`` as a function that nemo_run reads arguments for."""
+    """A command of ``cli.sampling`` as a function that nemo_run reads arguments for."""
 
     def run_command(**given: Any) -> None:
         command.run(given)

@@ -17,7 +17,7 @@ FILES = sorted(
     path
     for path in [
         *ROOT.glob("*.py"),
-        *(file for folder in ("collections", "connectors", "recipes") for file in (ROOT / folder).rglob("*.py")),
+        *(file for folder in ("cli", "collections", "connectors", "recipes") for file in (ROOT / folder).rglob("*.py")),
     ]
 )
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -40,9 +40,9 @@ class Room:
 ROOMS = {
     "": Room(),
     "console": Room(inside="nemo"),
-    "sampling_commands": Room(),
-    "data_commands": Room("typer", inside="console data megatron"),
-    "cli": Room("typer rich console sampling_commands data_commands", inside="* recipes"),
+    "cli": Room("typer rich console cli.sampling cli.data cli.main", inside="* recipes"),
+    "cli.sampling": Room(),
+    "cli.data": Room("typer", inside="console data megatron"),
     "collections.diffusion": Room(),
     "collections.diffusion.objectives": Room("torch numpy attention.masks"),
     "collections.diffusion.sampling": Room("torch", inside="rich"),

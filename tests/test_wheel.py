@@ -71,7 +71,7 @@ print(len(modules), collections.__file__, collections.OrderedDict.__module__)
 def test_brings_its_commands(site):
     entry_points = next(site.glob("nemo_dllm-*.dist-info")) / "entry_points.txt"
     assert entry_points.read_text().split() == [
-        *("[console_scripts]", "nemo-dllm", "=", "nemo_dllm.cli:main"),
+        *("[console_scripts]", "nemo-dllm", "=", "nemo_dllm.cli.main:main"),
         *("[nemo_run.cli]", "dllm", "=", "nemo_dllm.recipes"),
     ]
     assert (site / "bin" / "nemo-dllm").is_file()

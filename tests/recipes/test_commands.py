@@ -90,7 +90,7 @@ def test_the_start_of_a_run_is_a_field(parse):
 def test_nemo_dllm_has_our_commands():
     from nemo_run.cli.api import list_entrypoints
 
-    from nemo_dllm.sampling_commands import COMMANDS
+    from nemo_dllm.cli.sampling import COMMANDS
 
     ours = {"recipes", "import_hf", "export_hf", "verify", *(command.name for command in COMMANDS)}
     assert ours <= set(list_entrypoints()["dllm"])

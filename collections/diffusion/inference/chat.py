@@ -107,7 +107,7 @@ def chat(
     preset: str | None,
     settings: Mapping[str, Any],
 ) -> None:
-    """Talk until the end of standard input; see ``sampling_commands`` for the arguments."""
+    """Talk until the end of standard input; see ``cli.sampling`` for the arguments."""
     template = None if chat_template is None else read_utf8(Path(chat_template))
     session = open_session(path, best=best, preset=preset, settings=settings, watch=watch, replay=replay)
     conversation = Chat(session, system, template)

@@ -171,7 +171,7 @@ def evaluate(
     json: bool,
     best: bool,
 ) -> None:
-    """Evaluate a checkpoint and print the result; see ``sampling_commands`` for the arguments."""
+    """Evaluate a checkpoint and print the result; see ``cli.sampling`` for the arguments."""
     from nemo_dllm.collections.diffusion.data import read_text
 
     texts = [document.text for document in read_text(data).documents]

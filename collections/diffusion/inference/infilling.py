@@ -84,7 +84,7 @@ def infill(
     preset: str | None,
     settings: Mapping[str, Any],
 ) -> None:
-    """Fill in a text and print it; see ``sampling_commands`` for the arguments."""
+    """Fill in a text and print it; see ``cli.sampling`` for the arguments."""
     if text_file is not None:
         text = read_utf8(Path(text_file))
     if text is None and prefix is None:

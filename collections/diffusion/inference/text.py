@@ -96,7 +96,7 @@ def generate(
     preset: str | None,
     settings: Mapping[str, Any],
 ) -> None:
-    """Continue texts and print or write them; see ``sampling_commands`` for the arguments.
+    """Continue texts and print or write them; see ``cli.sampling`` for the arguments.
 
     A single text is printed with its prompt, several as lines of JSON.
     """

@@ -10,8 +10,8 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from nemo_dllm import data_commands
-from nemo_dllm.sampling_commands import COMMANDS, REQUIRED, Command, Option, check_alternatives
+from nemo_dllm.cli import data
+from nemo_dllm.cli.sampling import COMMANDS, REQUIRED, Command, Option, check_alternatives
 
 app = typer.Typer(
     help="Diffusion language models on NeMo: train them, sample from them.",
@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-app.add_typer(data_commands.app, name="data")
+app.add_typer(data.app, name="data")
 
 Verbose = Annotated[bool, typer.Option("--verbose", help="All output of NeMo, and tracebacks of errors.")]
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -109,7 +109,7 @@ def verify(
 
 
 def _sampling_command(command: Command) -> Callable[..., None]:
-    """A command of ``sampling_commands`` as a function that typer understands."""
+    """A command of ``cli.sampling`` as a function that typer understands."""
 
     def run(verbose: bool, **values: Any) -> None:
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import fiddle as fdl
 import pytest
 
-from nemo_dllm import cli
+from nemo_dllm.cli import main as cli
 from nemo_dllm.collections.diffusion.sampling import SamplerConfig
 
 COMMANDS = (
@@ -33,7 +33,7 @@ COMMANDS = (
 def test_help_is_quick_and_imports_nothing_heavy(arguments):
     script = f"""
 import sys
-from nemo_dllm import cli
+from nemo_dllm.cli import main as cli
 sys.argv = {["nemo-dllm", *arguments]}
 try:
     cli.main()
@@ -187,7 +187,7 @@ def workplace(tmp_path_factory):
     """A folder with small texts, and a function that runs a command in it."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "text").mkdir()
-    for file in sorted(Path(__file__).parents[1].glob("connectors/*.py"))[:12]:
+    for file in sorted(Path(__file__).parents[2].glob("connectors/*.py"))[:12]:
         (folder / "text" / f"{file.stem}.txt").write_text(file.read_text()[:6000])
     commands = Path(sys.executable).parent
 

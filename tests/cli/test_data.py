@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from nemo_dllm import cli, data_commands
+from nemo_dllm.cli import data
+from nemo_dllm.cli import main as cli
 from nemo_dllm.collections.diffusion.data.tokenizer import train_byte_bpe
 
 FUNCTIONS = {"preprocess": "preprocess.preprocess", "check": "indexed.check_corpus", "show": "show.show_files"}
@@ -45,7 +46,7 @@ def run(folder, monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def corpus(folder):
     """Prefix of a corpus, written by the command in a process of its own; the process's output."""
-    script = "import sys; from nemo_dllm import cli; cli.main()"
+    script = "import sys; from nemo_dllm.cli.main import main; main()"
     arguments = ["texts.txt", "corpora/squares", "--tokenizer=tokenizer", "--format=lines", "--workers=1", "--progress"]
     result = subprocess.run(
         [sys.executable, "-c", script, "data", "preprocess", *arguments], cwd=folder, capture_output=True, text=True
@@ -121,7 +122,7 @@ def test_a_column_has_two_names(run):
 def test_options_are_the_parameters_of_the_functions(command):
     module, name = FUNCTIONS[command].split(".")
     function = inspect.signature(getattr(importlib.import_module(f"{DATA}.{module}"), name)).parameters
-    options = dict(inspect.signature(getattr(data_commands, command)).parameters)
+    options = dict(inspect.signature(getattr(data, command)).parameters)
     if "column" in options:
         options["columns"] = options.pop("column")
     assert options.keys() == function.keys() - {"stream"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_dllm.cli.sampling import COMMANDS, REQUIRED, Command, Option, sampler_options
 from nemo_dllm.collections.diffusion.sampling import sampler_fields
-from nemo_dllm.sampling_commands import COMMANDS, REQUIRED, Command, Option, sampler_options
 
 
 def test_sampler_settings_are_those_of_the_sampler():
@@ -60,7 +60,7 @@ def test_what_is_given_reaches_the_function():
 
 
 def test_the_page_names_options_that_there_are():
-    page = (Path(__file__).parents[1] / "docs" / "sampling.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text()
     commands = {command.name: {option.name for option in command.options} for command in COMMANDS}
     lines = re.findall(r"^nemo-dllm (\w+) (.*)$", page, re.MULTILINE)
     assert {"generate", "infill", "chat", "evaluate"} <= {name for name, _ in lines} <= set(commands)

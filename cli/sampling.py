@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SAMPLER_SOURCE = Path(__file__).parent / "collections" / "diffusion" / "sampling" / "config.py"
+SAMPLER_SOURCE = Path(__file__).parents[1] / "collections" / "diffusion" / "sampling" / "config.py"
 REQUIRED = inspect.Parameter.empty
 
 

@@ -1,0 +1,1 @@
+"""The `nemo-dllm` command: light, so that `--help` answers at once."""
