@@ -143,6 +143,8 @@ def _trainer(layout: Layout, schedule: Schedule) -> run.Config:
         expert_tensor_parallel_size=layout.expert_tensor,
         sequence_parallel=layout.tensor > 1,
         ckpt_async_save=False,
+        # Else a run could go on in its own tensor- and pipeline-parallel layout only.
+        ckpt_optim_fully_reshardable=True,
         replace_progress_bar=False,
         ddp=run.Config(
             DistributedDataParallelConfig,

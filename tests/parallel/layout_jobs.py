@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from nemo.collections import llm
 from nemo.collections.llm import GPTConfig
 from nemo.lightning.megatron_parallel import CallbackMethods
 from nemo.lightning.pytorch.optim import MegatronOptimizerModule
@@ -22,9 +23,11 @@ from torch.utils.data import Dataset
 
 from nemo_dllm.collections.diffusion import cpu
 from nemo_dllm.collections.diffusion.data.base_datamodule import DiffusionDataModule
+from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
 from nemo_dllm.collections.diffusion.models import model as model_module
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion
+from nemo_dllm.collections.diffusion.training.resume import ResumeLatest
 
 OBJECTIVES = {"mdlm": MaskedDiffusion, "bd3lm": BlockDiffusion}
 
@@ -57,14 +60,21 @@ class RowsDataModule(DiffusionDataModule):
         return Rows(self.tensors, self.global_batch_size)
 
 
-class DoublePrecisionModel(DiffusionModel):
+class DrawnModel(DiffusionModel):
+    """With the same weights in every layout."""
+
+    def configure_model(self, vp_stage=None):
+        super().configure_model(vp_stage)
+        for shard in parts(self.module):
+            shard.data.detach().copy_(drawn_weights(shard))
+
+
+class DoublePrecisionModel(DrawnModel):
     """In fp32 the rounding of sums in another order alone reaches a few millionths of a gradient."""
 
     def configure_model(self, vp_stage=None):
         super().configure_model(vp_stage)
         self.module.double()
-        for shard in parts(self.module):
-            shard.data.detach().copy_(drawn_weights(shard))
 
 
 def parts(core):
@@ -79,7 +89,7 @@ def drawn_weights(shard):
     whole = torch.randn(shard.global_shape, generator=torch.Generator().manual_seed(zlib.crc32(shard.key.encode())))
     place = tuple(slice(start, start + size) for start, size in places(shard))
     norm = "norm" in shard.key
-    return (whole[place].view(shard.data.shape) * 0.2 + norm).double()
+    return whole[place].view(shard.data.shape) * 0.2 + norm
 
 
 def places(shard):
@@ -169,6 +179,31 @@ def change_batches(change):
 MUTATIONS = {function.__name__: function for function in (noise_by_rank, inputs_by_rank, counts_of_every_rank)}
 
 
+def trainer_of(ranks, store, layout, *, distributed, enable_checkpointing=False, **fields):
+    """A trainer whose ranks meet in the file ``store``; ``layout`` are fields of the strategy, ``fields`` its own."""
+    strategy = nl.MegatronStrategy(
+        ckpt_async_save=False,
+        ckpt_optim_fully_reshardable=True,
+        replace_progress_bar=False,
+        ddp=DistributedDataParallelConfig(check_for_nan_in_grad=False, use_distributed_optimizer=distributed),
+        **layout,
+    )
+    strategy.store = torch.distributed.FileStore(store, ranks)
+    return nl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=enable_checkpointing,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        **fields,
+    )
+
+
 def gradients(rank, ranks, store, rows, config, objective, layout, micro_batch_size, mutate, distributed=False):
     """One step in a layout, and one as its mutated twin, with learning rate 0.
 
@@ -195,22 +230,69 @@ def gradients(rank, ranks, store, rows, config, objective, layout, micro_batch_s
         OBJECTIVES[kind](mask_token_id=199, force_mask=True, **fields),
         optim=MegatronOptimizerModule(optimizer),
     )
-    strategy = nl.MegatronStrategy(
-        ckpt_async_save=False,
-        replace_progress_bar=False,
-        ddp=DistributedDataParallelConfig(check_for_nan_in_grad=False, use_distributed_optimizer=distributed),
-        pipeline_dtype=torch.float64,
-        **layout,
+    trainer = trainer_of(
+        ranks,
+        store,
+        layout,
+        plugins=nl.MegatronMixedPrecision("32", grad_reduce_in_fp32=False, pipeline_dtype=torch.float64),
+        max_steps=2,
+        callbacks=[callback],
+        distributed=distributed,
     )
-    strategy.store = torch.distributed.FileStore(store, ranks)
-    trainer = nl.Trainer(
-        accelerator="cpu", devices=ranks, strategy=strategy, max_steps=2, callbacks=[callback],
-        plugins=nl.MegatronMixedPrecision("32", grad_reduce_in_fp32=False, pipeline_dtype=torch.float64), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-        num_sanity_val_steps=0, use_distributed_sampler=False,
-    )  # fmt: skip
     try:
         trainer.fit(model, RowsDataModule(rows, micro_batch_size))
     finally:
         model_module.shard_context = shard_context
+    return callback.kept
+
+
+class Steps(pl.Callback, CallbackMethods):
+    """Keeps inputs and loss of each step, by its number."""
+
+    def __init__(self):
+        self.kept, self.inputs = {}, []
+
+    def on_megatron_microbatch_start(self, step, batch):
+        self.inputs.append(batch.input_ids)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.kept[trainer.global_step] = outputs["loss"].item(), torch.cat(self.inputs)
+        self.inputs = []
+
+
+def train(rank, ranks, store, folder, config, objective, layout, last_step, distributed):
+    """Goes on from the latest checkpoint in a folder to a step, in a layout, and saves there.
+
+    Returns:
+        (loss, inputs) of each step, by its number.
+    """
+    torch.manual_seed(0)
+    kind, fields = objective
+    callback = Steps()
+    llm.pretrain(
+        model=DrawnModel(GPTConfig(**config), OBJECTIVES[kind](**fields)),
+        data=MockDataModule(vocab_size=200, seq_length=24, micro_batch_size=2, global_batch_size=4, num_val_rows=4),
+        trainer=trainer_of(
+            ranks,
+            store,
+            layout,
+            plugins=nl.MegatronMixedPrecision("32"),
+            max_steps=last_step,
+            callbacks=[callback],
+            enable_checkpointing=True,
+            distributed=distributed,
+        ),
+        log=nl.NeMoLogger(
+            name="run",
+            log_dir=folder,
+            use_datetime_version=False,
+            ckpt=nl.ModelCheckpoint(
+                every_n_train_steps=2, save_top_k=-1, save_last=False, monitor="step", save_optim_on_train_end=True
+            ),
+        ),
+        optim=MegatronOptimizerModule(
+            OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, use_distributed_optimizer=distributed)
+        ),
+        resume=ResumeLatest(),
+    )
     return callback.kept

@@ -4,9 +4,9 @@ Jobs and answers are files, whose names go through the pipe.
 NeMo and Megatron are imported once; process groups, Megatron's parallel state and the like begin anew with each job.
 """
 
-import faulthandler
 import importlib.util
 import os
+import sys
 import traceback
 from pathlib import Path
 
@@ -17,6 +17,8 @@ def module_of(name):
     """A file of this folder; not imported by name, as tests are no package."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     module = importlib.util.module_from_spec(spec)
+    # Checkpoints name the classes of callbacks.
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -37,7 +39,6 @@ def main(pipe, rank, ranks, console):
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(15)
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks))
     jobs = module_of("layout_jobs")
     while True:

@@ -50,6 +50,13 @@ def _forgive_missing_extra_state(module: torch.nn.Module, incompatible_keys) -> 
     incompatible_keys.missing_keys[:] = missing
 
 
+def _give_experts_an_optimizer_of_their_own(model: torch.nn.Module) -> None:
+    """As expert parallelism does: without it, Megatron saves one optimizer, and could not go on from it with two."""
+    for layer in model.decoder.layers:
+        for parameter in getattr(layer.mlp, "experts", torch.nn.Module()).parameters():
+            parameter.allreduce = False
+
+
 class DiffusionCore(MegatronGPTModel):
     """Megatron's GPT with explicit positions and a head that scores chosen positions only.
 
@@ -77,6 +84,7 @@ class DiffusionCore(MegatronGPTModel):
             )
         model.__class__ = cls
         model.logical_vocab_size = logical_vocab_size
+        _give_experts_an_optimizer_of_their_own(model)
         model.register_load_state_dict_post_hook(_forgive_missing_extra_state)
         return model
 
