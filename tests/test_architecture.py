@@ -308,6 +308,6 @@ def test_files_that_the_documentation_names_exist():
         f"{page.name}: {mention}"
         for page in pages
         for mention in re.findall(r"(?<![\w./-])(?:[\w.-]+/)*[\w-]+\.(?:py|md|toml|ipynb)\b", page.read_text())
-        if not any(path.endswith(f"/{mention}") for path in known) and not Path(mention).stem.isupper()
+        if not any(path.endswith(f"/{mention.lstrip('./')}") for path in known) and not Path(mention).stem.isupper()
     ]
     assert missing == []

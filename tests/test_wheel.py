@@ -41,7 +41,9 @@ def run_python(*arguments):
 def test_holds_the_sources_of_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    sources = [path for folder in ("collections", "connectors", "recipes") for path in (ROOT / folder).rglob("*.py")]
+    sources = [
+        path for folder in ("cli", "collections", "connectors", "recipes") for path in (ROOT / folder).rglob("*.py")
+    ]
     sources += [*ROOT.glob("*.py"), *(ROOT / "collections").rglob("*.html"), *(ROOT / "collections").rglob("*.jsonl")]
     assert names == {f"nemo_dllm/{path.relative_to(ROOT)}" for path in sources}
 
@@ -54,7 +56,7 @@ import sys
 sys.path += [{str(site)!r}, {sysconfig.get_path("purelib")!r}]
 import collections
 import nemo_dllm
-for name in ("collections.diffusion.objectives", "collections.diffusion.sampling", "collections.diffusion.data", "cli"):
+for name in ("collections.diffusion.objectives", "collections.diffusion.sampling", "collections.diffusion.data", "cli.main"):
     __import__("nemo_dllm." + name)
 modules = {{name: module for name, module in sys.modules.items() if name.partition(".")[0] == "nemo_dllm"}}
 for module in modules.values():
