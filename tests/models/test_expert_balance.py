@@ -23,6 +23,7 @@ LAYOUTS = {
     "two ranks": (2, 2, {}),
     "two ranks of experts": (2, 4, {"expert_model_parallel_size": 2}),
     "tensor parallel": (2, 8, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "context parallel": (2, 8, {"context_parallel_size": 2}),
     "pipeline": (2, 2, {"pipeline_model_parallel_size": 2}),
 }
 
