@@ -33,7 +33,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def training_recipe(arguments: argparse.Namespace) -> run.Partial:
-    """The run: one device, several samples per row, the weights and the tokenizer of the checkpoint."""
+    """The run: one device, the weights and the tokenizer of the checkpoint."""
     config = replace(hf_to_nemo_config(arguments.hf), seq_length=arguments.length, **FUSIONS)
     recipe = diffusion_recipe(
         finetune,
@@ -41,6 +41,8 @@ def training_recipe(arguments: argparse.Namespace) -> run.Partial:
         data=supervised_data(
             str(arguments.train),
             None,
+            # Where an answer ends is for the model to say, in a canvas that has room for more.
+            supervise_padding=True,
             seq_length=arguments.length,
             micro_batch_size=arguments.sequences,
             global_batch_size=arguments.sequences,
@@ -58,7 +60,7 @@ def training_recipe(arguments: argparse.Namespace) -> run.Partial:
         dir=str(arguments.out),
     )
     recipe.data.columns = {"prompt": "question", "completion": "answer"}
-    recipe.data.packing = True
+    recipe.data.pad_to_multiple_of = 64
     recipe.data.cache_dir = str(arguments.out / "cache")
     recipe.init_from = str(arguments.hf)
     recipe.log.ckpt.save_top_k = 0  # The last one only,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_dllm import cli
+from nemo_dllm.cli.main import main
 
 
 def run(command, folder, output):
@@ -20,7 +20,7 @@ def run(command, folder, output):
     program, *arguments = command
     if program == "nemo-dllm":
         sys.argv = command
-        cli.main()
+        main()
         return
     script = Path(__file__).parents[2] / arguments[0]
     sys.argv = [str(script), *arguments[1:]]

@@ -14,17 +14,20 @@ pytestmark = pytest.mark.nemo
 
 TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 SMALL = [
-    "trainer.max_steps=40",
-    "trainer.val_check_interval=20",
-    "optim.lr_scheduler.warmup_steps=2",
-    "data.seq_length=64",
-    "data.micro_batch_size=4",
-    "data.global_batch_size=4",
-    "data.num_val_rows=4",
-    "model.config.num_layers=2",
-    "model.config.hidden_size=48",
-    "model.config.ffn_hidden_size=96",
-    "model.config.kv_channels=12",
+    f"{field}={value}"
+    for field, value in {
+        "trainer.max_steps": 40,
+        "trainer.val_check_interval": 20,
+        "optim.lr_scheduler.warmup_steps": 2,
+        "data.seq_length": 64,
+        "data.micro_batch_size": 4,
+        "data.global_batch_size": 4,
+        "data.num_val_rows": 4,
+        "model.config.num_layers": 2,
+        "model.config.hidden_size": 48,
+        "model.config.ffn_hidden_size": 96,
+        "model.config.kv_channels": 12,
+    }.items()
 ]
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -42,7 +45,9 @@ def commands_of(page: str) -> list[list[str]]:
 def run():
     """Runs a command in a folder, and returns its output."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nemo_dllm.recipes", "nemo_dllm.cli", "nemo_dllm.collections.diffusion.inference"])
+    context.set_forkserver_preload(
+        ["nemo_dllm.recipes", "nemo_dllm.cli.main", "nemo_dllm.collections.diffusion.inference"]
+    )
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("CUDA_VISIBLE_DEVICES", "")
         multiprocessing.forkserver.ensure_running()
@@ -83,11 +88,11 @@ def test_answers_after_fine_tuning_in_a_chat_template(run, tmp_path):
     runpy.run_path(str(Path(__file__).with_name("tiny_llama.py")))["main"](str(tmp_path / "smollm2"))
     config = tmp_path / "smollm2" / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
-    rows = [json.dumps({"question": f"{i} + {40 - i}?", "answer": "40"}) + "\n" for i in range(40)]
-    (tmp_path / "gsm8k_train.jsonl").write_text("".join(rows[:36]))
-    (tmp_path / "gsm8k_test.jsonl").write_text("".join(rows[36:]))
+    rows = [json.dumps({"question": f"{10 + i} + {30 - i}?", "answer": "40"}) + "\n" for i in range(20)]
+    (tmp_path / "gsm8k_train.jsonl").write_text("".join(rows[:17]))
+    (tmp_path / "gsm8k_test.jsonl").write_text("".join(rows[17:]))
     small = (
-        "--steps 60 --sequences 4 --length 128 --val-rows 4 --max-new-tokens 8 --block-size 8 --lr 1e-2 --questions 3"
+        "--steps 150 --sequences 8 --length 64 --val-rows 4 --max-new-tokens 8 --block-size 8 --lr 1e-2 --questions 3"
     )
     (command,) = [command for command in commands_of("chat.md") if "docs/tutorials/chat.py" in command]
     run(tmp_path, *command, *small.split())
