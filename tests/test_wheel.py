@@ -56,7 +56,7 @@ import sys
 sys.path += [{str(site)!r}, {sysconfig.get_path("purelib")!r}]
 import collections
 import nemo_dllm
-for name in ("collections.diffusion.objectives", "collections.diffusion.sampling", "collections.diffusion.data", "cli.main"):
+for name in ("cli.main", *(f"collections.diffusion.{{room}}" for room in ("objectives", "sampling", "data"))):
     __import__("nemo_dllm." + name)
 modules = {{name: module for name, module in sys.modules.items() if name.partition(".")[0] == "nemo_dllm"}}
 for module in modules.values():
