@@ -109,15 +109,7 @@ def diffusion_block_spec(
     use_te = transformer_impl == "transformer_engine" or (transformer_impl == "auto" and have_transformer_engine())
     # Kernels of Transformer Engine.
     config.moe_permute_fusion = bool(config.num_moe_experts) and use_te and torch.cuda.is_available()
-    if attention_backend == "te" and config.context_parallel_size > 1:
-        raise ValueError(
-            f"attention_backend='te' is not supported with context_parallel_size={config.context_parallel_size}: a "
-            "rank's queries meet the keys of all; use 'auto', which then takes torch's kernels, 'sdpa' or 'flex'"
-        )
-    if attention_backend == "auto" and use_te and config.context_parallel_size == 1:
-        attention_backend = "te"
-    if attention_backend == "flex":
-        check_no_dropout(config.attention_dropout)
+    attention_backend = _backend_of(attention_backend, config, use_te)
     # Megatron's own grouped experts, outside Transformer Engine, need a package, and name their weights otherwise.
     megatron_config = copy.copy(config)
     megatron_config.moe_grouped_gemm &= use_te
@@ -132,6 +124,19 @@ def diffusion_block_spec(
     if layer_specs and is_last_stage and not config.sequence_parallel:
         _drop_clean_half(layer_specs[-1])
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm or block.layer_norm)
+
+
+def _backend_of(attention_backend: str, config: TransformerConfig, use_te: bool) -> str:
+    """``te`` in place of ``auto`` where it can be; refuses what a backend does not compute."""
+    contexts = config.context_parallel_size
+    if attention_backend == "te" and contexts > 1:
+        raise ValueError(
+            f"attention_backend='te' is not supported with context_parallel_size={contexts}: a rank's queries meet "
+            "the keys of all; use 'auto', which then takes torch's kernels, 'sdpa' or 'flex'"
+        )
+    if attention_backend == "flex":
+        check_no_dropout(config.attention_dropout)
+    return "te" if attention_backend == "auto" and use_te and contexts == 1 else attention_backend
 
 
 def _core_attention(backend: str) -> ModuleSpec:
