@@ -163,3 +163,10 @@ def test_the_page_on_experts_has_the_first_choices(planner):
         plans = planner(f"{name}_pretrain")
         row = f"| `{name}` | " + " | ".join(cell(plans, gpus) for gpus in (8, 64, 256)) + " |"
         assert row in PAGE.read_text(), row
+
+
+def test_the_command_prints_it(capsys):
+    from nemo_dllm.recipes.commands import print_plan
+
+    print_plan("qwen3_0p6b_mdlm_pretrain", gpus=1, memory=143)
+    assert capsys.readouterr().out.startswith("qwen3_0p6b_mdlm_pretrain: 0.60 billion parameters, fits\n")
