@@ -26,6 +26,7 @@ def shrink(recipe, hf_config, mask_token_id):
     recipe.data.micro_batch_size, recipe.data.global_batch_size, recipe.data.num_val_rows = 2, 4, 4
     strategy = recipe.trainer.strategy
     strategy.tensor_model_parallel_size = strategy.pipeline_model_parallel_size = 1
+    strategy.expert_model_parallel_size = strategy.expert_tensor_parallel_size = 1
     strategy.sequence_parallel = strategy.ddp.overlap_grad_reduce = strategy.ddp.overlap_param_gather = False
     recipe.trainer.devices = recipe.trainer.num_nodes = 1
     recipe.trainer.max_steps = recipe.trainer.val_check_interval = 2
