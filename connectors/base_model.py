@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from nemo.lightning.ckpt_utils import ADAPTER_META_FILENAME
+from nemo.utils import logging
 from nemo.utils.get_rank import is_global_rank_zero
 
 BASE_FOLDER = "base"
@@ -35,7 +36,7 @@ def keep_base(hf_path: Path, folder: Path, *, mask_token_id: int, mask_init: str
         mask_init: of rows that the vocabulary grows by, see :class:`GrownCheckpoint`.
 
     Raises:
-        RuntimeError: where the conversion failed; its own message is on the console.
+        RuntimeError: where the conversion failed; says why.
     """
     base = folder / BASE_FOLDER
     if not base.is_dir() and is_global_rank_zero():
@@ -46,9 +47,12 @@ def keep_base(hf_path: Path, folder: Path, *, mask_token_id: int, mask_init: str
             "mask_init": mask_init,
         }
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_DISTRIBUTED)}
-        done = subprocess.run([sys.executable, "-c", _CONVERT, json.dumps(conversion)], env=environment, check=False)
+        logging.info(f"Converting {hf_path} to {base}, for the adapters to adapt")
+        command = [sys.executable, "-c", _CONVERT, json.dumps(conversion)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"{hf_path} could not be converted to {base}, for the adapters to adapt; see above")
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise RuntimeError(f"{hf_path} could not be converted to {base}, for the adapters to adapt: {reason}")
     while not base.is_dir():
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     return base
