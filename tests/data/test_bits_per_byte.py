@@ -2,9 +2,15 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
-from nemo_dllm.collections.diffusion.data.bits_per_byte import bits_per_byte, count_text_bytes, unigram_bits_per_byte
+from nemo_dllm.collections.diffusion.data.bits_per_byte import (
+    bits_per_byte,
+    count_row_bytes,
+    count_text_bytes,
+    unigram_bits_per_byte,
+)
 from nemo_dllm.collections.diffusion.data.packed import encode_documents
 from nemo_dllm.collections.diffusion.data.tokenizer import byte_tokenizer, train_byte_bpe
 
@@ -49,3 +55,13 @@ def test_bytes_do_not_depend_on_the_tokenizer(tmp_path):
         ids = [token for token in encoded.tokens[:num_tokens].tolist() if token != tokenizer.eos_token_id]
         exact = sum(len(token) for token in tokenizer.convert_ids_to_tokens(ids))
         assert exact - 4 < count_text_bytes(texts, encoded, num_tokens, tokenizer) <= exact
+
+
+def test_bytes_of_rows_are_those_of_the_tokens_that_count(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer(tmp_path / "bytes"))
+    text = list("née, æ".encode())
+    # All but the first byte of the last character; the end token is no text.
+    row = torch.tensor([*text[:-1], tokenizer.eos_token_id])
+    everything, answer = torch.ones(len(row), dtype=torch.bool), torch.arange(len(row)) > 2
+    rows = [{"tokens": row, "loss_mask": mask} for mask in (everything, answer, ~everything)]
+    assert count_row_bytes(rows, tokenizer) == len("née, ".encode()) + len("e, ")

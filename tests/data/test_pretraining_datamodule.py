@@ -193,3 +193,10 @@ def test_checkpoint_context(build, folder, tmp_path):
     build(bos_token_id=257).io_dump(tmp_path / "context", yaml_attrs=[])
     loaded = io.load(tmp_path / "context")
     assert (loaded.paths, loaded.bos_token_id) == ([str(folder / "a"), str(folder / "b")], 257)
+
+
+def test_bytes_of_the_validation_text(build):
+    """Tokens of the first corpus are ASCII; rows that fill up the batch do not count."""
+    data = build(paths=("a",), num_val_rows=3)
+    rows = data.validation_dataset()
+    assert data.num_validation_bytes == rows.num_counted * LENGTH < len(rows) * LENGTH

@@ -190,3 +190,24 @@ def test_checkpoint_context(build, tmp_path):
         {"enable_thinking": False},
         {"prompt": "question", "completion": "answer"},
     )
+
+
+def test_no_path_reads_questions_of_our_own(module, files):
+    data = module.SupervisedDataModule(
+        None, str(files / "byte"), seq_length=256, global_batch_size=4, chat_template="", cache_dir=files / "cache"
+    )
+    data.trainer = SimpleNamespace(max_steps=20, global_step=0)
+    data.setup("fit")
+    assert len(data.training_samples) + len(data.validation_samples) == 60
+    # Each answer is as many tokens as bytes, and an end token.
+    rows = data.validation_dataset()
+    trained = sum(int(rows[index]["loss_mask"].sum()) for index in range(len(rows)))
+    assert data.num_validation_bytes == trained - len(data.validation_samples) > 0
+
+
+def test_a_tokenizer_is_needed_and_can_come_later(module, files):
+    data = module.SupervisedDataModule(files / "train.jsonl")
+    with pytest.raises(ValueError, match=r"tokenizer=None: name a Hugging Face tokenizer folder, or .* \(init_from\)"):
+        data.tokenizer  # noqa: B018
+    data.tokenizer = str(files / "byte")
+    assert data.tokenizer.vocab_size == 258

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from torch.utils.data import Dataset
     from transformers import PreTrainedTokenizerBase
 
     from nemo_dllm.collections.diffusion.data.packed import PackedTokens
@@ -32,6 +33,25 @@ def count_text_bytes(
     part = tokenizer.decode(packed.tokens[start:num_tokens].tolist(), clean_up_tokenization_spaces=False)
     # The decoder shows a character of which some bytes are missing as U+FFFD.
     return whole_bytes + len(part.rstrip("\ufffd").encode())
+
+
+def count_row_bytes(rows: "Dataset", tokenizer: "PreTrainedTokenizerBase") -> int:
+    """UTF-8 bytes of the text behind the tokens of rows that may be masked; special tokens stand for none.
+
+    A character that the border of a row cuts does not count.
+
+    Args:
+        rows: a data set of them.
+        tokenizer: decodes them.
+    """
+    texts = (
+        tokenizer.decode(
+            row["tokens"][row["loss_mask"]].tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        for row in (rows[index] for index in range(len(rows)))
+    )
+    # The decoder shows each byte of a cut character as U+FFFD.
+    return sum(len(text.strip("\ufffd").encode()) for text in texts)
 
 
 def bits_per_byte(nats_per_token: float, num_tokens: int, num_bytes: int) -> float:

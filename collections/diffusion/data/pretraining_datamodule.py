@@ -1,12 +1,14 @@
 """The Lightning data module for pretraining on corpora in Megatron-LM's .bin and .idx files."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 from nemo.lightning.data import WrappedDataLoader
 
 from nemo_dllm.collections.diffusion.data.base_datamodule import DiffusionDataModule
+from nemo_dllm.collections.diffusion.data.bits_per_byte import count_row_bytes
 from nemo_dllm.collections.diffusion.data.indexed import TokenFile
 from nemo_dllm.collections.diffusion.data.permutation import Blend
 from nemo_dllm.collections.diffusion.data.pretraining import DocumentStream, PretrainingRows, count_unrepeated_rows
@@ -123,6 +125,11 @@ class PretrainingDataModule(DiffusionDataModule):
     def validation_dataset(self) -> PretrainingRows:
         """The validation rows, filled up to a multiple of the global batch size by rows that do not count."""
         return self._rows_as_they_stand("validation", self._validation_weights)
+
+    @cached_property
+    def num_validation_bytes(self) -> int:
+        """UTF-8 bytes of the validation tokens that count; needs `setup`."""
+        return count_row_bytes(self._validation_dataset, self.tokenizer.tokenizer)
 
     def test_dataloader(self) -> WrappedDataLoader:
         """The rows of the test share; those of validation if there is none."""

@@ -1,6 +1,7 @@
 """The Lightning data module for supervised fine-tuning."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from nemo.utils import logging
 from torch.utils.data import Dataset
 
 from nemo_dllm.collections.diffusion.data.base_datamodule import DiffusionDataModule
+from nemo_dllm.collections.diffusion.data.bits_per_byte import count_row_bytes
 from nemo_dllm.collections.diffusion.data.chat import check_columns
 from nemo_dllm.collections.diffusion.data.chat_encoder import ChatEncoder
 from nemo_dllm.collections.diffusion.data.chat_template import LOSS_TURNS, ChatTemplate
@@ -169,6 +171,11 @@ class SupervisedDataModule(DiffusionDataModule):
         if self.packing:
             return PackedRows(samples, num_samples, None, num_rows)
         return self._padded_rows(samples, num_samples, None, num_counted=num_rows)
+
+    @cached_property
+    def num_validation_bytes(self) -> int:
+        """UTF-8 bytes of the validation tokens that count; needs `setup`."""
+        return count_row_bytes(self._validation_dataset, self.tokenizer.tokenizer)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what the order depends on."""

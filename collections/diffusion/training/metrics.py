@@ -106,9 +106,10 @@ class DiffusionMetrics(pl.Callback):
         # them a weight of one and the others that of a micro-batch.
         pl_module.log("val_loss", totals.loss.float(), on_epoch=True)
         metrics = likelihood_metrics(totals, "validation")
-        if hasattr(trainer.datamodule, "num_validation_bytes"):
-            nats_per_byte = totals.nll_bound_sum.item() / trainer.datamodule.num_validation_bytes
-            metrics["validation/bits_per_byte"] = nats_per_byte / math.log(2)
+        # None where the data module does not know, and no text behind special tokens alone.
+        if num_bytes := getattr(trainer.datamodule, "num_validation_bytes", None):
+            metrics["validation/bits_per_byte"] = totals.nll_bound_sum.item() / num_bytes / math.log(2)
+        if hasattr(trainer.datamodule, "unigram_bits_per_byte"):
             if self._unigram_bits_per_byte is None:
                 self._unigram_bits_per_byte = trainer.datamodule.unigram_bits_per_byte()
             metrics["validation/unigram_bits_per_byte"] = self._unigram_bits_per_byte
