@@ -4,11 +4,13 @@ import re
 from dataclasses import fields
 
 import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo.collections.llm.peft.lora import LoRA as NeMoLoRA
 from nemo.collections.llm.peft.lora import LoRALinear
 from nemo.collections.llm.peft.utils import ParallelLinearAdapter
+from torch import Tensor
 
 from nemo_dllm.collections.diffusion.attention.layers import have_transformer_engine
 
@@ -24,6 +26,14 @@ class LoRA(NeMoLoRA):
     Fields: see there; ``target_modules`` are ``linear_qkv``, ``linear_proj``, ``linear_fc1`` and ``linear_fc2``, or
     patterns of full names. Routed experts' layers cannot be adapted.
     """
+
+    def __call__(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Freeze a model and wrap its layers, see :meth:`transform`."""
+        super().__call__(model)
+        for module in model.modules():
+            if isinstance(module, LanguageModelEmbedding):
+                module.register_forward_hook(_require_gradient)
+        return model
 
     def transform(self, m: torch.nn.Module, name: str | None = None, prefix: str | None = None) -> torch.nn.Module:
         """Wrap a linear layer with an adapter; any other module stays.
@@ -77,6 +87,12 @@ class LoRA(NeMoLoRA):
             f"peft.target_modules={self.target_modules} would adapt layers of routed experts (mlp.experts), which is "
             f"not supported; set peft.target_modules={ATTENTION_LAYERS}, or to patterns of other layers"
         )
+
+
+def _require_gradient(embedding: torch.nn.Module, inputs: tuple, output: Tensor) -> None:
+    """Recomputed layers get no gradient where none of their inputs needs one, as behind frozen embeddings."""
+    if torch.is_grad_enabled() and output.is_leaf:
+        output.requires_grad_()
 
 
 def add_adapters(module: torch.nn.Module, lora: NeMoLoRA) -> None:
