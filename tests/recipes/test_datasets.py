@@ -33,7 +33,7 @@ def test_every_recipe_takes_a_data_set(recipes, recipe_of, corpus, tmp_path):
     for name, plain in recipes.items():
         if name.endswith("_tiny"):
             continue
-        finetunes = name.endswith("finetune")
+        finetunes = not name.endswith("_pretrain")
         for dataset, reader in ((corpus, "PretrainingDataModule"), (str(tmp_path), "TextDataModule")):
             recipe = recipe_of(name, dataset=dataset, tokenizer="folder")
             assert data_class(recipe) == ("SupervisedDataModule" if finetunes else reader), name
