@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -12,6 +13,7 @@ from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.utils import unwrap_model
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 from nemo.lightning import io
+from torch import nn
 
 from nemo_dllm.collections.diffusion.models.lora import add_adapters, merge_adapters
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
@@ -65,22 +67,7 @@ def export_hf_checkpoint(
         origin = read_origin(nemo_path)
         if origin is not None and origin.facts.family != family_of(model.config).name:
             origin = None  # Only the tokenizer is of that checkpoint.
-        config = diffusion_hf_config(
-            model.config,
-            model.objective,
-            vocab_size=core.logical_vocab_size,
-            dtype=next(core.parameters()).dtype,
-            origin=origin,
-        )
-        if origin is None:
-            config |= _special_ids(model.tokenizer)
-            files = _tokenizer_files(model.tokenizer)
-        else:
-            files = companion_files(nemo_path)
-            if config != origin.config:
-                del files[CONFIG_FILE]
-        if origin is None or origin.facts.attention == "causal":
-            files |= _modeling_files(family_of(model.config))
+        config, files = _config_and_files(nemo_path, model, core, origin)
         tally = TensorTally(model.config)
         bias_dtype = None if origin is None else hf_dtype({"dtype": origin.facts.expert_bias_dtype})
         return write_hf_checkpoint(
@@ -94,6 +81,29 @@ def export_hf_checkpoint(
             last_files=lambda: {SUMMARY_FILE: _summary(nemo_path, origin, model, core.logical_vocab_size, tally)},
             overwrite=overwrite,
         )
+
+
+def _config_and_files(
+    nemo_path: Path, model: DiffusionModel, core: nn.Module, origin: Origin | None
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Content of config.json, and of the other small files by name; config.json among them where it is the origin's."""
+    config = diffusion_hf_config(
+        model.config,
+        model.objective,
+        vocab_size=core.logical_vocab_size,
+        dtype=next(core.parameters()).dtype,
+        origin=origin,
+    )
+    if origin is None:
+        config |= _special_ids(model.tokenizer)
+        files = _tokenizer_files(model.tokenizer)
+    else:
+        files = companion_files(nemo_path)
+        if config != origin.config:
+            del files[CONFIG_FILE]
+    if origin is None or origin.facts.attention == "causal":
+        files |= _modeling_files(family_of(model.config))
+    return config, files
 
 
 def _summary(
