@@ -172,6 +172,9 @@ def _open_indexed(path: Path, index_name: str) -> dict[str, _SafetensorsShard | 
     if not weight_map:
         raise ValueError(f"{path / index_name} has no weight_map; fetch it again")
     files = sorted(set(weight_map.values()))
+    elsewhere = [file for file in files if Path(file).is_absolute() or ".." in Path(file).parts]
+    if elsewhere:
+        raise ValueError(f"{path / index_name} names files outside of its folder: {', '.join(elsewhere)}")
     absent_files = [file for file in files if not (path / file).is_file()]
     if absent_files:
         raise FileNotFoundError(f"{path} lacks shards that {index_name} names: {', '.join(absent_files)}")

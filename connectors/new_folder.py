@@ -42,7 +42,12 @@ def replace_folder(finished: Path, folder: Path) -> None:
     old = _sibling(folder, "old")
     if folder.exists():
         folder.rename(old)
-    finished.rename(folder)
+    try:
+        finished.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
     if old.exists():
         shutil.rmtree(old)
 

@@ -69,7 +69,7 @@ def _keep(headers: Mapping[str, TensorHeader], layout: ShardLayout) -> ShardPlan
         return ShardPlan({SAFETENSORS_FILE: list(headers)}, None)
     index = json.loads(layout.index)
     weight_map = index["weight_map"]
-    if not headers.keys() <= weight_map.keys():
+    if not headers.keys() <= weight_map.keys() or any(Path(file).name != file for file in weight_map.values()):
         return None
     files: dict[str, list[str]] = {file: [] for file in sorted(set(weight_map.values()))}
     for name in headers:

@@ -213,3 +213,11 @@ def test_a_causal_clean_half_by_hand():
         """
     )
     assert torch.equal(bits(NoisyClean(2, 4, clean_causal=True), 8)[0], expected)
+
+
+def test_masks_of_a_validation_serve_training():
+    pattern = NoisyClean(3, 7)
+    with torch.inference_mode():
+        mask = dense_mask(pattern, 14, 14, torch.device("cpu"))
+    assert not mask.is_inference()
+    assert dense_mask(pattern, 14, 14, torch.device("cpu")) is mask

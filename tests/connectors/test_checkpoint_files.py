@@ -209,3 +209,12 @@ def test_no_folder_can_be_loaded_before_the_last_tensor_is_written(tmp_path):
     write_hf_checkpoint(tmp_path / "out", {}, HEADERS, watched(), max_shard_size=1)
     assert folders == [[]] * len(TENSORS)
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("elsewhere", ["../other.safetensors", "/etc/model.safetensors"])
+def test_an_index_that_names_other_folders(sharded, elsewhere):
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"] |= {"a.weight": elsewhere}
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"names files outside of its folder: {elsewhere}"):
+        HFCheckpoint(sharded)

@@ -58,3 +58,12 @@ def test_unfinished_folders_are_no_checkpoints(tmp_path):
     refuse_unfinished(tmp_path)
     with pytest.raises(ValueError, match="is a conversion that did not end; convert again, which removes it"):
         refuse_unfinished(left_of(tmp_path / "out", 1))
+
+
+def test_an_overwrite_that_fails_leaves_what_was_there(tmp_path):
+    folder, finished = tmp_path / "model", tmp_path / "finished"
+    folder.mkdir()
+    (folder / "old").touch()
+    with pytest.raises(FileNotFoundError):
+        replace_folder(finished, folder)
+    assert (folder / "old").exists()

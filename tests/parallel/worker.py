@@ -4,6 +4,7 @@ Jobs and answers are files, whose names go through the pipe.
 NeMo and Megatron are imported once; process groups, Megatron's parallel state and the like begin anew with each job.
 """
 
+import gc
 import importlib.util
 import os
 import sys
@@ -29,6 +30,8 @@ def forget_the_last_job():
     if torch.distributed.is_initialized():
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+        # Models and optimizers hold process groups, in cycles, and each of these has threads.
+        gc.collect()
     num_microbatches_calculator.unset_num_microbatches_calculator()
     tensor_parallel.get_cuda_rng_tracker().reset()
 

@@ -52,8 +52,6 @@ def test_the_tokenizers_own_template(tokenizer, kit):
     [
         ("{{ raise_exception('roles alternate') }}", {}),
         ("{{ 1 / divisor }}", {"divisor": 0}),
-        (CHATML, {"tokenize": True}),
-        (CHATML, {"chat_template": "x"}),
     ],
 )
 def test_refusals_of_a_template_are_errors_of_the_request(tokenizer, jinja, variables):
@@ -76,3 +74,9 @@ def test_templates_come_from_files(tmp_path):
 def test_a_port_that_is_taken_is_an_error_before_the_model_is_loaded(server):
     with pytest.raises(ValueError, match="of host=127.0.0.1 cannot be used.*choose others"):
         serve("no checkpoint", port=int(server.url.rsplit(":", 1)[1]))
+
+
+@pytest.mark.parametrize("name", ["add_generation_prompt", "chat_template", "messages", "tokenize", "tools"])
+def test_only_variables_of_templates_may_be_set(tokenizer, name):
+    with pytest.raises(ValueError, match=f"{name} may not be set: only variables of the template itself may"):
+        ChatTemplate(tokenizer, CHATML).prompt(TURNS, {name: True})

@@ -230,7 +230,9 @@ def built_once(build: Callable) -> Callable:
     @wraps(build)
     def build_or_find(pattern: Pattern, *shape: object):
         if not _tensors(pattern):
-            return shared(pattern, *shape)
+            # Training may use what a validation built, and a backward pass takes no inference tensors.
+            with torch.inference_mode(False):
+                return shared(pattern, *shape)
         key = (build, *shape)
         if key not in pattern.built:
             pattern.built[key] = build(pattern, *shape)

@@ -193,7 +193,9 @@ def _check_plan(parts_folder: Path, sources: Sequence[Source], options: EncodeOp
     }
     file = parts_folder / "plan.json"
     if not file.exists():
-        file.write_text(json.dumps(plan))
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(plan))
+        unfinished.rename(file)
     there = json.loads(file.read_text())
     if differing := [name for name in plan if plan[name] != there.get(name)]:
         raise ValueError(

@@ -93,6 +93,8 @@ def evaluate_texts(
     length = min(model.seq_length, LONGEST_DEFAULT) if seq_length is None else seq_length
     if length > model.seq_length:
         raise ValueError(f"seq_length={length} is longer than the model's context of {model.seq_length}; choose less")
+    if model.right_shift and length < 2:
+        raise ValueError(f"seq_length={length} leaves nothing to score: the first position of a row has no logits here")
     rows, num_bytes = _rows(model, texts, length, max_rows)
     num_tokens = sum(len(row.tokens) - row.context for row in rows)
     if num_tokens == 0 or num_bytes == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,11 @@ class ChatTemplate:
             variables: further ones of the template, such as ``enable_thinking``.
 
         Raises:
-            ValueError: the template refuses the conversation.
+            ValueError: the template refuses the conversation, or a name is none of a variable of templates.
         """
+        taken = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
+        if refused := sorted(taken & variables.keys()):
+            raise ValueError(f"{', '.join(refused)} may not be set: only variables of the template itself may")
         return self._encode(self._render(messages, add_generation_prompt=True, **variables))
 
     def _encode(self, text: str) -> list[int]:

@@ -70,7 +70,7 @@ def serve(
     loaded = load_checkpoint(path, best=best)
     name = name or Path(path).resolve().name
     model = ServedModel(loaded, name, preset=preset, settings=settings, chat_template=template)
-    _run(model, limits, api_key or os.environ.get(KEY_VARIABLE), listening, host)
+    _run(model, limits, api_key or os.environ.get(KEY_VARIABLE) or None, listening, host)
 
 
 def _run(model: ServedModel, limits: ServerLimits, api_key: str | None, listening: socket.socket, host: str) -> None:
