@@ -44,6 +44,8 @@ def hide_warnings() -> None:
     """Let only errors of libraries through, in this process and its children."""
     warnings.filterwarnings("ignore")
     os.environ["PYTHONWARNINGS"] = "ignore"
+    # It sets its own level when it is imported.
+    os.environ["HF_HUB_VERBOSITY"] = "error"
     for name in _LOUD_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 
