@@ -38,6 +38,7 @@ class Candidate:
             "trainer.strategy.sequence_parallel": layout.tensor > 1,
             "trainer.strategy.pipeline_model_parallel_size": layout.pipeline,
             "trainer.strategy.expert_model_parallel_size": layout.expert,
+            "trainer.strategy.expert_tensor_parallel_size": layout.expert_tensor,
             "data.micro_batch_size": self.micro_batch_size,
             **{f"model.config.recompute_{name}": value for name, value in zip(names, recompute, strict=True)},
         }
@@ -93,7 +94,7 @@ class Planner:
             tensor=strategy.tensor_model_parallel_size,
             pipeline=strategy.pipeline_model_parallel_size,
             expert=strategy.expert_model_parallel_size,
-            expert_tensor=strategy.expert_tensor_parallel_size or 1,
+            expert_tensor=strategy.expert_tensor_parallel_size or strategy.tensor_model_parallel_size,
         )
         recompute = self.config.recompute_granularity == "full"
         return self._candidate(layout, self.recipe.data.micro_batch_size, recompute)
