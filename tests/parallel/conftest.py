@@ -11,6 +11,9 @@ import torch
 
 WORKER = Path(__file__).with_name("worker.py")
 
+# Process groups that something still holds keep their threads, some hundred for each job; forks are cheap.
+JOBS_OF_A_PROCESS = 8
+
 
 class Pool:
     """``ranks`` processes, each of which does the same jobs in the same order."""
@@ -75,6 +78,8 @@ def pools(forks, tmp_path_factory):
     started = {}
 
     def pool(ranks):
+        if ranks in started and started[ranks].jobs >= JOBS_OF_A_PROCESS:
+            started[ranks].close()
         if ranks not in started or not started[ranks].processes:
             started[ranks] = Pool(forks, ranks, tmp_path_factory.mktemp(f"pool{ranks}"))
         return started[ranks]

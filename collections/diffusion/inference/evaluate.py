@@ -90,11 +90,7 @@ def evaluate_texts(
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    length = min(model.seq_length, LONGEST_DEFAULT) if seq_length is None else seq_length
-    if length > model.seq_length:
-        raise ValueError(f"seq_length={length} is longer than the model's context of {model.seq_length}; choose less")
-    if model.right_shift and length < 2:
-        raise ValueError(f"seq_length={length} leaves nothing to score: the first position of a row has no logits here")
+    length = _row_length(model, seq_length)
     rows, num_bytes = _rows(model, texts, length, max_rows)
     num_tokens = sum(len(row.tokens) - row.context for row in rows)
     if num_tokens == 0 or num_bytes == 0:
@@ -119,6 +115,15 @@ def evaluate_texts(
         rows=len(rows),
         draws=num_draws,
     )
+
+
+def _row_length(model: LoadedModel, seq_length: int | None) -> int:
+    length = min(model.seq_length, LONGEST_DEFAULT) if seq_length is None else seq_length
+    if length > model.seq_length:
+        raise ValueError(f"seq_length={length} is longer than the model's context of {model.seq_length}; choose less")
+    if model.right_shift and length < 2:
+        raise ValueError(f"seq_length={length} leaves nothing to score: the first position of a row has no logits here")
+    return length
 
 
 def _rows(model: LoadedModel, texts: Sequence[str], length: int, max_rows: int | None) -> tuple[list[_Row], int]:
