@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from nemo.collections.llm import GPTConfig
 
 from nemo_dllm.collections.diffusion.models.head import DEFAULT_CHUNK
+from nemo_dllm.connectors.expert_keys import sparse_layers
 from nemo_dllm.recipes.builder import Layout
 
 
@@ -49,16 +50,6 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits
 
 
-def is_sparse(config: GPTConfig) -> tuple[bool, ...]:
-    """For each layer, whether it has routed experts."""
-    if not config.num_moe_experts:
-        return (False,) * config.num_layers
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return tuple(layer % frequency == 0 for layer in range(config.num_layers))
-    return tuple(map(bool, frequency))
-
-
 def count_parameters(config: GPTConfig, vocab_size: int | None = None) -> ParameterCounts:
     """Count a model's parameters.
 
@@ -76,7 +67,7 @@ def count_parameters(config: GPTConfig, vocab_size: int | None = None) -> Parame
     if config.num_moe_experts:
         sparse = hidden * (config.num_moe_experts + 3 * (config.moe_shared_expert_intermediate_size or 0))
         experts = config.num_moe_experts * 3 * hidden * config.moe_ffn_hidden_size
-    layers = is_sparse(config)
+    layers = _sparse(config)
     return ParameterCounts(
         table=(config.vocab_size or vocab_size) * hidden,
         tables=1 if config.share_embeddings_and_output_weights else 2,
@@ -107,7 +98,7 @@ def estimate_memory(
     held_experts = sum(counts.experts) / (layout.pipeline * layout.expert * layout.expert_tensor)
     data_ranks = gpus / (layout.tensor * layout.pipeline)
     expert_data_ranks = gpus / (layout.pipeline * layout.expert * layout.expert_tensor)
-    per_layer = [layer_bytes_per_position(config, sparse=sparse) for sparse in is_sparse(config)]
+    per_layer = [layer_bytes_per_position(config, sparse=sparse) for sparse in _sparse(config)]
     # As many micro-batches are under way as there are stages, each in one stage's share of the layers.
     kept = 2 * config.hidden_size * config.num_layers + max(per_layer) if recompute else sum(per_layer)
     return MemoryEstimate(
@@ -135,3 +126,9 @@ def layer_bytes_per_position(config: GPTConfig, *, sparse: bool = False) -> int:
     routed = config.moe_router_topk * (config.hidden_size + 3 * config.moe_ffn_hidden_size)
     shared = 3 * (config.moe_shared_expert_intermediate_size or 0)
     return 2 * (attention + routed + shared) + 12 * config.num_moe_experts
+
+
+def _sparse(config: GPTConfig) -> list[bool]:
+    """For each layer, whether it has routed experts."""
+    with_experts = sparse_layers(config) if config.num_moe_experts else ()
+    return [layer in with_experts for layer in range(config.num_layers)]

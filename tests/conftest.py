@@ -1,6 +1,17 @@
 """Fixtures that tests of several rooms share."""
 
+import multiprocessing
+import multiprocessing.forkserver
+
 import pytest
+
+# A test process has one server to fork from, so one list serves all tests.
+PRELOADED = [
+    "nemo_dllm.recipes",
+    "nemo_dllm.cli.main",
+    "nemo_dllm.collections.diffusion.inference",
+    "nemo_dllm.connectors.hf_export",
+]
 
 
 @pytest.fixture(scope="session", name="single_process")
@@ -16,3 +27,17 @@ def megatron_on_one_process():
     with single_process():
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
         yield
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Processes forked from one that has imported NeMo, for runs that need torch.distributed to themselves.
+
+    They see no CUDA device: what they show must hold bit for bit, and two ranks need no two devices.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUDA_VISIBLE_DEVICES", "")
+        multiprocessing.forkserver.ensure_running()
+    return context

@@ -18,7 +18,7 @@ from nemo_dllm.collections.diffusion.data.supervised import (
     count_packed_rows,
     training_order,
 )
-from nemo_dllm.collections.diffusion.data.supervised_tokens import cached_supervised, encode_supervised, samples_of
+from nemo_dllm.collections.diffusion.data.supervised_tokens import cached_supervised, encode_supervised
 from nemo_dllm.collections.diffusion.data.tokenizer import byte_tokenizer
 
 EOS = 256
@@ -50,10 +50,16 @@ def fitted(corpus, seq_length=8, **options):
     return FittedSamples(corpus.samples, seq_length, EOS, **options)
 
 
+def parts_of(samples, values):
+    """What belongs to each sample, of values that all have one after the other."""
+    pairs = zip(samples.starts().tolist(), samples.ends.tolist(), strict=True)
+    return [values[start:end].tolist() for start, end in pairs]
+
+
 def test_encoded_corpus(corpus):
     expected = [[*(p + c).encode(), EOS] for p, c in ROWS]
-    assert [sample.ids for sample in samples_of(corpus.samples)] == expected
-    assert [sum(sample.answer) for sample in samples_of(corpus.samples)] == [len(c) + 1 for _, c in ROWS]
+    assert parts_of(corpus.samples, corpus.samples.tokens) == expected
+    assert list(map(sum, parts_of(corpus.samples, corpus.samples.answer))) == [len(c) + 1 for _, c in ROWS]
     assert corpus.samples.first_answers.tolist() == [len(p) for p, _ in ROWS]
     assert corpus.samples.rows.tolist() == [[0, line] for line in range(1, 8)]
     assert (corpus.sources[0].endswith("a.jsonl"), corpus.bad_rows) == (True, [])

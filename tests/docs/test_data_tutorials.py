@@ -1,8 +1,6 @@
 """The tutorials about data: the commands of the pages as they stand, but for smaller sizes."""
 
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import re
 import runpy
 import shlex
@@ -42,20 +40,13 @@ def commands_of(page: str) -> list[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def run():
+def run(forks):
     """Runs a command in a folder, and returns its output."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["nemo_dllm.recipes", "nemo_dllm.cli.main", "nemo_dllm.collections.diffusion.inference"]
-    )
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("CUDA_VISIBLE_DEVICES", "")
-        multiprocessing.forkserver.ensure_running()
     script = Path(__file__).with_name("command_jobs.py")
 
     def run(folder: Path, *command: str) -> str:
         job = {"command": list(map(str, command)), "folder": folder, "output": folder / "output.txt"}
-        process = context.Process(target=runpy.run_path, args=(str(script), {"job": job}, "__main__"))
+        process = forks.Process(target=runpy.run_path, args=(str(script), {"job": job}, "__main__"))
         process.start()
         process.join(timeout=200)
         output = (folder / "output.txt").read_text()

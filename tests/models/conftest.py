@@ -1,7 +1,5 @@
 """Small models, the same in every test of this folder."""
 
-import multiprocessing
-import multiprocessing.forkserver
 import runpy
 from pathlib import Path
 
@@ -75,20 +73,6 @@ def build_model(single_process):
 def model_fields():
     """Fields of the NeMo GPTConfig of the small models: dense, and as a mixture of experts."""
     return {"dense": DENSE, "mixture of experts": DENSE | MIXTURE}
-
-
-@pytest.fixture(scope="session")
-def forks():
-    """Processes forked from one that has imported NeMo, for runs that need torch.distributed to themselves.
-
-    They see no CUDA device: what they show must hold bit for bit, and two ranks need no two devices.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nemo_dllm.collections.diffusion.models.mdlm", "nemo_dllm.recipes.builder"])
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("CUDA_VISIBLE_DEVICES", "")
-        multiprocessing.forkserver.ensure_running()
-    return context
 
 
 @pytest.fixture(scope="session")

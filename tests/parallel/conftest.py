@@ -2,7 +2,6 @@
 
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.forkserver
 import runpy
 from pathlib import Path
 
@@ -59,17 +58,6 @@ class Pool:
         for process in self.processes:
             process.kill()
         self.processes = []
-
-
-@pytest.fixture(scope="session")
-def forks():
-    """Processes forked from one that has imported NeMo, without a CUDA device."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nemo_dllm.collections.diffusion.models.mdlm", "nemo_dllm.recipes.builder"])
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("CUDA_VISIBLE_DEVICES", "")
-        multiprocessing.forkserver.ensure_running()
-    return context
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,6 @@
 """A family's recipe from a Hugging Face folder, two steps, and back to a Hugging Face folder."""
 
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import runpy
 from fnmatch import fnmatch
 from pathlib import Path
@@ -22,16 +20,6 @@ JOBS = {
     "qwen3moe lora": ("qwen3_30b_a3b_a2d_lora", "qwen3_moe", 196, {}),
     "qwen2": ("qwen25_7b_bd3lm_finetune", "qwen2", 196, {"block_size": 4}),
 }
-
-
-@pytest.fixture(scope="module")
-def forks():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nemo_dllm.recipes", "nemo_dllm.connectors.hf_export"])
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("CUDA_VISIBLE_DEVICES", "")
-        multiprocessing.forkserver.ensure_running()
-    return context
 
 
 @pytest.mark.parametrize("family", JOBS)

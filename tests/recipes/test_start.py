@@ -1,8 +1,6 @@
 """Training from a Hugging Face folder is training from its import, without the import."""
 
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import runpy
 import shutil
 import signal
@@ -40,16 +38,6 @@ def imported(source, tmp_path_factory, single_process):
 
     model = A2DModel(hf_to_nemo_config(source), MaskedDiffusion())
     return import_hf_checkpoint(model, source, tmp_path_factory.mktemp("imported") / "nemo")
-
-
-@pytest.fixture(scope="module")
-def forks():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nemo_dllm.recipes.tasks", "nemo_dllm.collections.diffusion.data.mock_datamodule"])
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("CUDA_VISIBLE_DEVICES", "")
-        multiprocessing.forkserver.ensure_running()
-    return context
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """Runs of the smallest recipe, each in a process of its own."""
 
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import runpy
 import shutil
 from pathlib import Path
@@ -11,17 +9,6 @@ import pytest
 
 STEPS, INTERVAL, KILLED_AFTER = 12, 3, 7
 SEQ_LENGTH, BATCH = 16, 4
-
-
-@pytest.fixture(scope="session")
-def forks():
-    """Processes forked from one that has imported NeMo, without a CUDA device."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nemo_dllm.recipes.tiny"])
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("CUDA_VISIBLE_DEVICES", "")
-        multiprocessing.forkserver.ensure_running()
-    return context
 
 
 @pytest.fixture(scope="session")

@@ -139,12 +139,6 @@ def cached_supervised(
     return SupervisedCorpus(SupervisedTokens(*arrays), [BadRow(*row) for row in about["bad_rows"]], about["sources"])
 
 
-def samples_of(corpus: SupervisedTokens) -> Iterator[EncodedChat]:
-    """The samples one by one."""
-    for start, end in zip(corpus.starts().tolist(), corpus.ends.tolist(), strict=True):
-        yield EncodedChat(corpus.tokens[start:end].tolist(), corpus.answer[start:end].tolist())
-
-
 def _encode_source(
     source: Source, encoder: ChatEncoder, columns: Mapping[str, str] | None
 ) -> Iterator[tuple[Record, EncodedChat | ValueError]]:

@@ -64,8 +64,7 @@ class Replay:
 
     def add(self, step: DenoiseStep, decode: Decode) -> None:
         """Record row 0 of a canvas."""
-        new_BT = step.committed_BT if step.edited_BT is None else step.committed_BT | step.edited_BT
-        row = (values_BT[0].tolist() for values_BT in (step.tokens_BT, step.holes_BT, new_BT))
+        row = (values_BT[0].tolist() for values_BT in (step.tokens_BT, step.holes_BT, step.new_BT))
         pieces = [[text.translate(VISIBLE_CONTROLS), kind] for text, kind in canvas_pieces(*row, decode)]
         caption = f"step {step.step}, {int(step.holes_BT[0].sum())} masked"
         self._frames.append({"title": self.title, "caption": caption, "pieces": pieces})

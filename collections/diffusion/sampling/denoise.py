@@ -48,6 +48,11 @@ class DenoiseStep:
     edited_BT: Tensor | None = None
     settled_BT: Tensor | None = None
 
+    @property
+    def new_BT(self) -> Tensor:
+        """Bool, positions whose token this step has filled in or replaced."""
+        return self.committed_BT if self.edited_BT is None else self.committed_BT | self.edited_BT
+
 
 def denoise(
     model: DenoiserFn | CachedDenoiser,

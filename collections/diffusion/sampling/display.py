@@ -62,8 +62,7 @@ def canvas_text(step: DenoiseStep, decode: Decode) -> Text:
     from rich.text import Text
 
     text = Text()
-    new_BT = step.committed_BT if step.edited_BT is None else step.committed_BT | step.edited_BT
-    tokens, holes, new = (x_BT[0].tolist() for x_BT in (step.tokens_BT, step.holes_BT, new_BT))
+    tokens, holes, new = (x_BT[0].tolist() for x_BT in (step.tokens_BT, step.holes_BT, step.new_BT))
     for piece, kind in canvas_pieces(tokens, holes, new, decode):
         text.append(piece.translate(VISIBLE_CONTROLS), _STYLES[kind])
     return text

@@ -211,7 +211,7 @@ def _add_routes(app: FastAPI, endpoints: Endpoints, metrics: ServerMetrics) -> N
 
     @app.get("/", include_in_schema=False)
     def page() -> HTMLResponse:
-        return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": PAGE_POLICY})
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": PAGE_POLICY})
 
 
 def _add_error_handlers(app: FastAPI) -> None:

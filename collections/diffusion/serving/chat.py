@@ -81,4 +81,4 @@ def read_template(path: str | Path | None) -> str | None:
         return None
     if not Path(path).is_file():
         raise FileNotFoundError(f"chat_template={path} does not exist; name a file with a Jinja template")
-    return Path(path).read_text()
+    return Path(path).read_text(encoding="utf-8")

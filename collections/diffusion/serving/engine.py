@@ -292,6 +292,5 @@ class BatchingEngine:
 def _canvas_views(step: DenoiseStep, rows: list[tuple[int, Row]]) -> dict[int, CanvasRow]:
     if not rows:
         return {}
-    new_BT = step.committed_BT if step.edited_BT is None else step.committed_BT | step.edited_BT
-    tensors = [x_BT.cpu() for x_BT in (step.tokens_BT, step.holes_BT, new_BT)]
+    tensors = [x_BT.cpu() for x_BT in (step.tokens_BT, step.holes_BT, step.new_BT)]
     return {index: CanvasRow(*(x_BT[index, row.holes].tolist() for x_BT in tensors), step.step) for index, row in rows}
