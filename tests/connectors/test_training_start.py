@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-COMPANIONS = ("generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
+TOKENIZER = ("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
 
 
 @pytest.mark.nemo
@@ -22,7 +22,13 @@ def test_a_training_starts_from_an_import_and_its_checkpoint_exports(models, tmp
     moved = torch.cat([(after[name] - before[name]).abs().flatten() for name in before])
     assert moved.max() < 2.1e-3
     assert (moved > 0).float().mean() > 0.9
-    for file in COMPANIONS:
-        assert (tmp_path / "exported" / file).read_bytes() == (source / file).read_bytes()
+    exported, imported = tmp_path / "exported", tmp_path / "imported" / "context" / "hf"
+    assert (exported / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+    for file in TOKENIZER:
+        assert (exported / file).read_bytes() == (imported / file).read_bytes() != (source / file).read_bytes()
+    assert json.loads((exported / TOKENIZER[0]).read_text()) == {
+        **json.loads((source / TOKENIZER[0]).read_text()),
+        "mask_token": "<|mask|>",
+    }
     config = json.loads((tmp_path / "exported" / "config.json").read_text())
     assert (config["model_type"], config["mask_token_id"], config["eos_token_id"]) == ("a2d-qwen3", 196, 192)

@@ -236,7 +236,10 @@ def test_a_pair_is_two_runs(run, objective_of, kind):
 )
 def test_data_that_does_not_fit_blocks(build_model, objective_of, data, message):
     model = build_model(objective=objective_of())
-    strategy = SimpleNamespace(async_save=True)
-    model.trainer = SimpleNamespace(datamodule=SimpleNamespace(global_batch_size=4, **data), strategy=strategy)
+    from nemo import lightning as nl
+
+    trainer = nl.Trainer(devices=1, accelerator="cpu", strategy=nl.MegatronStrategy(), logger=False)
+    trainer.datamodule = SimpleNamespace(micro_batch_size=1, global_batch_size=4, **data)
+    model.trainer = trainer
     with pytest.raises(ValueError, match=message):
         model.setup("fit")

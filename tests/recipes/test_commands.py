@@ -34,9 +34,11 @@ def parse():
     return parse
 
 
-def test_arguments_of_a_recipe(parse):
-    recipe = parse(factory="mdlm_tiny(path='file.txt', dir=X, name='my run')")
-    assert (recipe.data.path, recipe.log.log_dir, recipe.log.name) == ("file.txt", "X", "my run")
+def test_arguments_of_a_recipe(parse, tmp_path):
+    text = tmp_path / "file.txt"
+    text.write_text("text")
+    recipe = parse(factory=f"mdlm_tiny(path='{text}', dir=X, name='my run')")
+    assert (recipe.data.path, recipe.log.log_dir, recipe.log.name) == (str(text), "X", "my run")
 
 
 def test_command_line_yaml_and_python_give_the_same_recipe(parse, tiny, tmp_path):

@@ -19,7 +19,7 @@ from nemo_dllm.collections.diffusion.models.core import DiffusionCore, HeadOutpu
 from nemo_dllm.collections.diffusion.models.layout import check_layout
 from nemo_dllm.collections.diffusion.models.loss import DiffusionLossReduction
 from nemo_dllm.collections.diffusion.models.moe_layer import adopt_moe_layers, check_balance_over
-from nemo_dllm.collections.diffusion.models.saving import keep_write_results_in_process
+from nemo_dllm.collections.diffusion.models.saving import fill_optimizer_state, keep_write_results_in_process
 from nemo_dllm.collections.diffusion.models.vocabulary import built_vocab_size, check_mask_token
 from nemo_dllm.collections.diffusion.objectives import Objective
 
@@ -182,6 +182,9 @@ class DiffusionModel(GPTModel):
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """Save what the noise depends on: a resumed run draws the same masks whatever its batch size."""
+        if self._trainer is not None:
+            for optimizer in self._trainer.strategy.optimizers:
+                fill_optimizer_state(optimizer.mcore_optimizer)
         checkpoint["noise"] = {"seed": self.objective.seed, "group_size": self.objective.group_size}
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:

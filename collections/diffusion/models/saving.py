@@ -1,4 +1,4 @@
-"""How Megatron's checkpoint writers work where saving is synchronous: in this process, without others."""
+"""Saving: the state of optimizers that have not stepped yet, and writers that work in this process, without others."""
 
 import queue
 from collections.abc import Sequence
@@ -6,6 +6,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+
+
+def fill_optimizer_state(optimizer: MegatronOptimizer) -> None:
+    """Make the moments, zero, of an optimizer that has not stepped: each step so far overflowed in fp16.
+
+    The distributed optimizer's resharding format takes them for given.
+    """
+    if isinstance(optimizer, ChainedOptimizer):
+        for part in optimizer.chained_optimizers:
+            fill_optimizer_state(part)
+    elif optimizer.init_state_fn is not None:
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
 
 
 def keep_write_results_in_process() -> None:
