@@ -12,7 +12,7 @@ from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
 from nemo_dllm.connectors.companions import read_origin
 from nemo_dllm.connectors.config import Origin
 from nemo_dllm.connectors.facts import CheckpointFacts, checkpoint_mask_token, read_facts
-from nemo_dllm.connectors.families import find_family
+from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.load import check_fits_config
 from nemo_dllm.connectors.mask_token import MaskToken, grown_vocab_size, mask_token_at
 from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer

@@ -9,7 +9,7 @@ import torch
 from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
 from nemo_dllm.connectors.config_table import dtype_name
 from nemo_dllm.connectors.facts import BLOCK_DEFAULTS, RIGHT_SHIFT_FIELD, CheckpointFacts, weights_dtype
-from nemo_dllm.connectors.families import family_of, find_family
+from nemo_dllm.connectors.families.registry import family_of, find_family
 from nemo_dllm.connectors.vocabulary_growth import vocabulary_fields
 
 

@@ -12,7 +12,7 @@ from nemo.utils import logging
 from nemo_dllm.connectors.checkpoint_files import GENERATION_CONFIG_FILE, HFCheckpoint
 from nemo_dllm.connectors.config_table import dtype_name, hf_dtype
 from nemo_dllm.connectors.expert_keys import EXPERT_BIAS
-from nemo_dllm.connectors.families import find_family
+from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.mask_token import MaskToken, find_mask_token
 from nemo_dllm.connectors.revision import revision_of

@@ -24,7 +24,7 @@ from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, write_hf_checkpoi
 from nemo_dllm.connectors.companions import SUMMARY_FILE, companion_files, origin_layout, read_origin
 from nemo_dllm.connectors.config import Origin, diffusion_hf_config
 from nemo_dllm.connectors.config_table import hf_dtype
-from nemo_dllm.connectors.families import family_of
+from nemo_dllm.connectors.families.registry import family_of
 from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.load import export_hf_tensors, hf_tensor_headers
 from nemo_dllm.connectors.new_folder import refuse_existing, refuse_unfinished

@@ -19,7 +19,7 @@ from nemo_dllm.connectors.adoption import Source, adopt_import, open_source
 from nemo_dllm.connectors.build import build_on_cpu, cast_parameters
 from nemo_dllm.connectors.companions import FOLDER, SUMMARY_FILE, copy_companions
 from nemo_dllm.connectors.config import hf_to_nemo_config
-from nemo_dllm.connectors.families import find_family
+from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.load import export_hf_tensors, load_hf_weights
 from nemo_dllm.connectors.nemo_tokenizer import nemo_tokenizer
 from nemo_dllm.connectors.new_folder import refuse_existing, replace_folder, unfinished_sibling

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nemo_dllm.connectors import placement
 from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, HFCheckpoint
 from nemo_dllm.connectors.expert_keys import EXPERT_BIAS
-from nemo_dllm.connectors.families import family_of, find_family
+from nemo_dllm.connectors.families.registry import family_of, find_family
 from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.key_table import Entry, KeyTable, ModelDimensions, Replicated, TensorRank
 from nemo_dllm.connectors.safetensors_writer import TensorHeader

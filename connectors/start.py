@@ -13,7 +13,7 @@ from megatron.core.utils import unwrap_model
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.connectors.adoption import adopt, check_same_source, open_source
 from nemo_dllm.connectors.companions import FOLDER, copy_companions, read_companions
-from nemo_dllm.connectors.families import find_family
+from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.load import load_hf_weights
 from nemo_dllm.connectors.mask_token import grown_vocab_size, mask_token_at
 from nemo_dllm.connectors.nemo_tokenizer import nemo_tokenizer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_dllm.connectors.config_table import dtype_name
-from nemo_dllm.connectors.families import family_of
+from nemo_dllm.connectors.families.registry import family_of
 from nemo_dllm.connectors.vocabulary_growth import vocabulary_tables
 
 

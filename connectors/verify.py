@@ -21,7 +21,7 @@ from nemo_dllm.connectors.build import build_on_cpu
 from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
 from nemo_dllm.connectors.config import hf_to_nemo_config
 from nemo_dllm.connectors.facts import CheckpointFacts, read_facts, weights_dtype
-from nemo_dllm.connectors.families import find_family
+from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.hf_export import load_nemo_checkpoint
 from nemo_dllm.connectors.load import export_hf_tensors, load_hf_weights
 from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer

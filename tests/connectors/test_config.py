@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from nemo_dllm.connectors.config_table import ConfigTable, Field, hf_dtype
-from nemo_dllm.connectors.families import find_family
-from nemo_dllm.connectors.qwen3 import QWEN3
+from nemo_dllm.connectors.families.qwen3 import QWEN3
+from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.rope import Rope
 
 

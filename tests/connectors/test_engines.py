@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_dllm.connectors.families import FAMILIES
+from nemo_dllm.connectors.families.registry import FAMILIES
 
 pytestmark = pytest.mark.nemo
 

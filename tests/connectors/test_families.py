@@ -5,13 +5,13 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from nemo_dllm.connectors.dream import DREAM
-from nemo_dllm.connectors.families import FAMILIES, family_of, find_family
-from nemo_dllm.connectors.llada import LLADA
-from nemo_dllm.connectors.llama import LLAMA
-from nemo_dllm.connectors.qwen2 import QWEN2
-from nemo_dllm.connectors.qwen3 import QWEN3
-from nemo_dllm.connectors.sdar import SDAR
+from nemo_dllm.connectors.families.dream import DREAM
+from nemo_dllm.connectors.families.llada import LLADA
+from nemo_dllm.connectors.families.llama import LLAMA
+from nemo_dllm.connectors.families.qwen2 import QWEN2
+from nemo_dllm.connectors.families.qwen3 import QWEN3
+from nemo_dllm.connectors.families.registry import FAMILIES, family_of, find_family
+from nemo_dllm.connectors.families.sdar import SDAR
 
 # folder: family, how its class attends, shift, block size, mask token, whether that is added to the tokenizer.
 FACTS = {

@@ -4,8 +4,8 @@ import shutil
 import pytest
 
 from nemo_dllm.connectors.facts import CheckpointFacts, read_facts
+from nemo_dllm.connectors.families.qwen3 import QWEN3
 from nemo_dllm.connectors.mask_token import MaskToken, find_mask_token, grown_vocab_size, mask_token_at
-from nemo_dllm.connectors.qwen3 import QWEN3
 from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer, write_mask_token
 
 HF = {"vocab_size": 200, "eos_token_id": [192, 191], "bos_token_id": 190}

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from nemo_dllm.connectors.families import FAMILIES, find_family
-from nemo_dllm.connectors.llada2 import LLADA2
-from nemo_dllm.connectors.llada_moe import LLADA_MOE
-from nemo_dllm.connectors.qwen3_moe import QWEN3_MOE
-from nemo_dllm.connectors.sdar_moe import SDAR_MOE
+from nemo_dllm.connectors.families.llada2 import LLADA2
+from nemo_dllm.connectors.families.llada_moe import LLADA_MOE
+from nemo_dllm.connectors.families.qwen3_moe import QWEN3_MOE
+from nemo_dllm.connectors.families.registry import FAMILIES, find_family
+from nemo_dllm.connectors.families.sdar_moe import SDAR_MOE
 
 GOLDEN = {
     "qwen3_moe": QWEN3_MOE,

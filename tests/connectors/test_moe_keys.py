@@ -83,8 +83,8 @@ def test_names_what_does_not_fit(load, models, make_twin, name, tensor, message)
 
 def test_stacked_queries_keys_and_values_by_hand():
     """4 query heads of one row each in 2 groups."""
+    from nemo_dllm.connectors.families.llada2 import StackedQueryKeyValue
     from nemo_dllm.connectors.key_table import ModelDimensions, TensorRank
-    from nemo_dllm.connectors.llada2 import StackedQueryKeyValue
 
     dimensions = ModelDimensions(heads=4, query_groups=2, head_dim=1, vocab_size=7)
     stacked = torch.tensor([[0.0], [1], [2], [3], [10], [11], [20], [21]])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_dllm.connectors.families import family_of, find_family
+from nemo_dllm.connectors.families.registry import family_of, find_family
 
 pytestmark = pytest.mark.nemo
 

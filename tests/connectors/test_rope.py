@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_dllm.connectors.families import find_family
+from nemo_dllm.connectors.families.registry import find_family
 
 pytestmark = pytest.mark.nemo
 

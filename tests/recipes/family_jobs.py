@@ -7,7 +7,7 @@ import nemo_dllm.recipes  # noqa: F401
 from nemo_dllm.collections.diffusion import cpu
 from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
 from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
-from nemo_dllm.connectors.families import find_family
+from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.hf_export import export_hf_checkpoint
 from nemo_dllm.recipes.builder import RECIPES, set_precision
 

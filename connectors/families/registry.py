@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_dllm.connectors.dream import DREAM
+from nemo_dllm.connectors.families.dream import DREAM
+from nemo_dllm.connectors.families.llada import LLADA
+from nemo_dllm.connectors.families.llada2 import LLADA2
+from nemo_dllm.connectors.families.llada_moe import LLADA_MOE
+from nemo_dllm.connectors.families.llama import LLAMA
+from nemo_dllm.connectors.families.qwen2 import QWEN2
+from nemo_dllm.connectors.families.qwen3 import QWEN3
+from nemo_dllm.connectors.families.qwen3_moe import QWEN3_MOE
+from nemo_dllm.connectors.families.sdar import SDAR
+from nemo_dllm.connectors.families.sdar_moe import SDAR_MOE
 from nemo_dllm.connectors.family import Family
-from nemo_dllm.connectors.llada import LLADA
-from nemo_dllm.connectors.llada2 import LLADA2
-from nemo_dllm.connectors.llada_moe import LLADA_MOE
-from nemo_dllm.connectors.llama import LLAMA
-from nemo_dllm.connectors.qwen2 import QWEN2
-from nemo_dllm.connectors.qwen3 import QWEN3
-from nemo_dllm.connectors.qwen3_moe import QWEN3_MOE
-from nemo_dllm.connectors.sdar import SDAR
-from nemo_dllm.connectors.sdar_moe import SDAR_MOE
 
 FAMILIES: list[Family] = [QWEN3, QWEN2, LLAMA, SDAR, DREAM, LLADA, QWEN3_MOE, SDAR_MOE, LLADA_MOE, LLADA2]
 

@@ -2,8 +2,8 @@
 
 from nemo_dllm.connectors.config_table import ConfigTable, Field, HiddenPerHead
 from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS
+from nemo_dllm.connectors.families.qwen2 import qwen2_key_table
 from nemo_dllm.connectors.family import Family, HFClass
-from nemo_dllm.connectors.qwen2 import qwen2_key_table
 from nemo_dllm.connectors.rope import Rope
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from nemo_dllm.connectors.config_table import ConfigTable, Field
 from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS
+from nemo_dllm.connectors.families.qwen3 import qwen3_key_table
 from nemo_dllm.connectors.family import Family, HFClass
-from nemo_dllm.connectors.qwen3 import qwen3_key_table
 from nemo_dllm.connectors.rope import Rope
 
 

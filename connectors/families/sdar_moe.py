@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from nemo_dllm.connectors.families.qwen3_moe import CONFIG_TABLE, key_table
+from nemo_dllm.connectors.families.sdar import NoSlidingWindow
 from nemo_dllm.connectors.family import Family, HFClass
-from nemo_dllm.connectors.qwen3_moe import CONFIG_TABLE, key_table
-from nemo_dllm.connectors.sdar import NoSlidingWindow
 
 
 def _nemo_config() -> type:
