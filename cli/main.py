@@ -90,11 +90,15 @@ def import_hf(
 def export_hf(
     path: Annotated[Path, typer.Argument(metavar="PATH", exists=True, help="NeMo checkpoint.")],
     output_path: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Hugging Face folder to make.")],
+    engine: Annotated[
+        str | None,
+        typer.Option("--for", metavar="ENGINE", help="sglang or lmdeploy: what it loads (PATH may be a HF folder)."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing folder.")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Write a NeMo checkpoint as a Hugging Face checkpoint."""
-    _import("recipes.conversion", verbose).export_hf(path, output_path, overwrite=overwrite)
+    _import("recipes.conversion", verbose).export_hf(path, output_path, overwrite=overwrite, engine=engine)
 
 
 @app.command()

@@ -36,15 +36,20 @@ def copy_companions(hf_path: Path, folder: Path, facts: CheckpointFacts, mask_to
         mask_token: the mask token in use.
     """
     folder.mkdir(parents=True)
-    for file in sorted(hf_path.iterdir()):
-        if file.is_file() and file.suffix in _SUFFIXES and not _is_about_weights(file.name):
-            shutil.copyfile(file, folder / file.name)
+    for file in small_files(hf_path):
+        shutil.copyfile(file, folder / file.name)
     if mask_token.added:
         write_mask_token(folder, mask_token)
     (folder / FACTS_FILE).write_text(json.dumps(facts.to_json(), indent=2) + "\n")
     layout = read_shard_layout(hf_path)
     if layout is not None:
         (folder / SHARDS_FILE).write_text(json.dumps(layout._asdict(), indent=2) + "\n")
+
+
+def small_files(hf_path: Path) -> list[Path]:
+    """Files of a Hugging Face checkpoint that are neither weights nor about them."""
+    files = sorted(hf_path.iterdir())
+    return [file for file in files if file.is_file() and file.suffix in _SUFFIXES and not _is_about_weights(file.name)]
 
 
 def _is_about_weights(name: str) -> bool:

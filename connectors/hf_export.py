@@ -1,7 +1,7 @@
 """From a NeMo checkpoint of a diffusion model to a Hugging Face checkpoint."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import apply_factories
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.utils import unwrap_model
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 from nemo.lightning import io
@@ -19,16 +19,18 @@ from nemo_dllm.collections.diffusion.models.lora import add_adapters, merge_adap
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.single_process import single_process
 from nemo_dllm.connectors.base_model import base_of
-from nemo_dllm.connectors.build import build_on_cpu
+from nemo_dllm.connectors.build import build_on_cpu, cast_parameters
 from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, write_hf_checkpoint
 from nemo_dllm.connectors.companions import SUMMARY_FILE, companion_files, origin_layout, read_origin
 from nemo_dllm.connectors.config import Origin, diffusion_hf_config
-from nemo_dllm.connectors.config_table import hf_dtype
 from nemo_dllm.connectors.families.registry import family_of
 from nemo_dllm.connectors.family import Family
-from nemo_dllm.connectors.load import export_hf_tensors, hf_tensor_headers
+from nemo_dllm.connectors.load import export_dtypes, export_hf_tensors, hf_tensor_headers
 from nemo_dllm.connectors.new_folder import refuse_existing, refuse_unfinished
+from nemo_dllm.connectors.safetensors_writer import TensorHeader
 from nemo_dllm.connectors.summary import TensorTally, conversion_summary
+from nemo_dllm.connectors.tensor_dtypes import main_dtype
+from nemo_dllm.connectors.tied_head import repeat_head
 
 # NeMo saves the Megatron model as a child of its own module.
 _MODULE_PREFIX = "module."
@@ -44,8 +46,8 @@ def export_hf_checkpoint(
 ) -> Path:
     """Write a NeMo checkpoint of a diffusion model as a Hugging Face checkpoint; whole or not at all.
 
-    The tensors have the dtype in which the checkpoint holds them; expert biases, which it holds in fp32, that of what
-    training started from. That gives config.json (see :func:`diffusion_hf_config`) and, byte for byte, tokenizer and
+    The tensors have the dtype in which the checkpoint holds them, see :func:`exported_dtypes`. What training started
+    from gives config.json (see :func:`diffusion_hf_config`) and, byte for byte, tokenizer and
     generation settings; a model trained from scratch gets them from its configuration and tokenizer.
     ``nemo_dllm_conversion.json`` says what was done.
 
@@ -67,14 +69,17 @@ def export_hf_checkpoint(
         origin = read_origin(nemo_path)
         if origin is not None and origin.facts.family != family_of(model.config).name:
             origin = None  # Only the tokenizer is of that checkpoint.
-        config, files = _config_and_files(nemo_path, model, core, origin)
+        dtypes = {} if origin is None else export_dtypes(core, origin.facts.dtype_of)
+        headers, tensors = hf_tensor_headers(core, dtypes=dtypes), export_hf_tensors(core, dtypes=dtypes)
+        if origin is not None and origin.facts.repeats_head:
+            headers, tensors = repeat_head(family_of(model.config), model.config, headers, tensors)
+        config, files = _config_and_files(nemo_path, model, headers, origin)
         tally = TensorTally(model.config)
-        bias_dtype = None if origin is None else hf_dtype({"dtype": origin.facts.expert_bias_dtype})
         return write_hf_checkpoint(
             output_path,
             config,
-            hf_tensor_headers(core, expert_bias_dtype=bias_dtype),
-            tally.watch(export_hf_tensors(core, expert_bias_dtype=bias_dtype)),
+            headers,
+            tally.watch(tensors),
             layout=None if origin is None else origin_layout(nemo_path),
             max_shard_size=max_shard_size,
             extra_files=files,
@@ -84,14 +89,17 @@ def export_hf_checkpoint(
 
 
 def _config_and_files(
-    nemo_path: Path, model: DiffusionModel, core: nn.Module, origin: Origin | None
+    nemo_path: Path, model: DiffusionModel, headers: Mapping[str, TensorHeader], origin: Origin | None
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Content of config.json, and of the other small files by name; config.json among them where it is the origin's."""
     config = diffusion_hf_config(
         model.config,
         model.objective,
-        vocab_size=core.logical_vocab_size,
-        dtype=next(core.parameters()).dtype,
+        vocab_size=unwrap_model(model.module).logical_vocab_size,
+        dtype=main_dtype(
+            {name: header.dtype for name, header in headers.items()},
+            {name: header.shape for name, header in headers.items()},
+        ),
         origin=origin,
     )
     if origin is None:
@@ -126,15 +134,19 @@ def _summary(
 
 @contextmanager
 def loaded_checkpoint(nemo_path: str | Path) -> Iterator[DiffusionModel]:
-    """As :func:`load_nemo_checkpoint`, on Megatron's parallel state of one process."""
+    """As :func:`load_nemo_checkpoint`, each tensor as it is stored, on Megatron's parallel state of one process."""
     with single_process():
-        yield load_nemo_checkpoint(nemo_path)
+        yield load_nemo_checkpoint(nemo_path, as_stored=True)
 
 
-def load_nemo_checkpoint(nemo_path: str | Path) -> DiffusionModel:
+def load_nemo_checkpoint(nemo_path: str | Path, *, as_stored: bool = False) -> DiffusionModel:
     """The model of a NeMo checkpoint, with its weights, whole on the CPU, in the dtype of the checkpoint.
 
     Adapters are merged into their base model, see :func:`base_of`.
+
+    Args:
+        nemo_path: the checkpoint.
+        as_stored: leave each parameter the dtype in which it is stored; else all get that of the embedding.
 
     It needs ``single_process``, as long as the model is in use.
 
@@ -143,6 +155,29 @@ def load_nemo_checkpoint(nemo_path: str | Path) -> DiffusionModel:
         ValueError: for a Hugging Face checkpoint, and the checkpoint of another kind of model.
     """
     nemo_path = Path(nemo_path)
+    model = load_model_context(nemo_path)
+    weights = nemo_path / "weights"
+    base = base_of(nemo_path)
+    whole = weights if base is None else base / "weights"
+    dtype = _stored_dtype(whole)
+    build_on_cpu(model, dtype=dtype)
+    _take_stored_dtypes(model.module, str(whole))
+    _load_weights(model.module, str(whole))
+    if base is not None:
+        add_adapters(model.module, model.model_transform)
+        _load_weights(model.module, str(weights), only=_ADAPTER)
+        merge_adapters(model.module)
+    if not as_stored:
+        cast_parameters(model.module, dtype)
+    return model
+
+
+def load_model_context(nemo_path: Path) -> DiffusionModel:
+    """The model of a NeMo checkpoint as its configuration, objective and tokenizer, without weights.
+
+    Raises:
+        FileNotFoundError, ValueError: see :func:`load_nemo_checkpoint`.
+    """
     refuse_unfinished(nemo_path)
     if not (nemo_path / "context").is_dir():
         if (nemo_path / CONFIG_FILE).is_file():
@@ -151,15 +186,6 @@ def load_nemo_checkpoint(nemo_path: str | Path) -> DiffusionModel:
     model = io.load_context(nemo_path, subpath="model")
     if not isinstance(model, DiffusionModel):
         raise ValueError(f"{nemo_path} holds a {type(model).__name__}, not a diffusion model")
-    weights = nemo_path / "weights"
-    base = base_of(nemo_path)
-    whole = weights if base is None else base / "weights"
-    build_on_cpu(model, dtype=_stored_dtype(whole))
-    _load_weights(model.module, str(whole))
-    if base is not None:
-        add_adapters(model.module, model.model_transform)
-        _load_weights(model.module, str(weights), only=_ADAPTER)
-        merge_adapters(model.module)
     return model
 
 
@@ -169,10 +195,7 @@ def _load_weights(core: torch.nn.Module, weights: str, only: str = "") -> None:
     What Megatron stores in parts, as gate and up projection, it reads into new tensors, and merges into further ones.
     Here the parts are copied as they are, and let go before the next parameter's memory is touched.
     """
-    metadata = dist_checkpointing.load_content_metadata(weights)
-    state = core.sharded_state_dict(prefix=_MODULE_PREFIX, metadata=metadata)
-    state = {name: value for name, value in state.items() if only in name}
-    apply_factories(state)
+    state = {name: value for name, value in _sharded_state(core, weights).items() if only in name}
     targets = dict_list_map_outplace(lambda value: value.data, state)
     loaded = dist_checkpointing.load({"state_dict": state}, weights)["state_dict"]
     for name, target in targets.items():
@@ -181,6 +204,23 @@ def _load_weights(core: torch.nn.Module, weights: str, only: str = "") -> None:
                 part.detach().copy_(value)
             else:
                 core.load_state_dict({name.removeprefix(_MODULE_PREFIX): value}, strict=False)
+
+
+def _sharded_state(core: nn.Module, weights: str) -> dict[str, Any]:
+    state = core.sharded_state_dict(prefix=_MODULE_PREFIX, metadata=dist_checkpointing.load_content_metadata(weights))
+    apply_factories(state)
+    return state
+
+
+def _take_stored_dtypes(core: nn.Module, weights: str) -> None:
+    """Give each parameter the dtype in which a checkpoint stores it."""
+    stored = dist_checkpointing.load_tensors_metadata(weights)
+    parameters = dict(core.named_parameters())
+    for name, value in _sharded_state(core, weights).items():
+        parameter = parameters.get(name.removeprefix(_MODULE_PREFIX))
+        part = next((part for part in nested_values({0: value}) if isinstance(part, ShardedTensor)), None)
+        if parameter is not None and part is not None and part.key in stored:
+            parameter.data = parameter.data.to(stored[part.key].dtype)
 
 
 def _stored_dtype(weights: Path) -> torch.dtype:

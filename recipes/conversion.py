@@ -1,9 +1,14 @@
 """Import, export and verification on the command line: models for ``nemo llm import``, and our own commands."""
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 import lightning.pytorch as pl
 import nemo_run as run
 
 from nemo_dllm.connectors.conversion import diffusion_model, import_checkpoint
+from nemo_dllm.connectors.engines import export_for_engine
 from nemo_dllm.connectors.hf_export import export_hf_checkpoint
 from nemo_dllm.recipes.verification import verify_and_print
 
@@ -57,15 +62,37 @@ def import_hf(
     name="export",
     namespace="dllm",
     enable_executor=False,
-    help="NeMo checkpoint to Hugging Face folder: path=CHECKPOINT output_path=FOLDER",
+    help="NeMo checkpoint to Hugging Face folder: path=CHECKPOINT output_path=FOLDER; "
+    "--for sglang or lmdeploy: what that engine loads, from either",
 )
-def export_hf(path: str, output_path: str, overwrite: bool = False) -> None:
+def export_hf(path: str, output_path: str, overwrite: bool = False, engine: str | None = None) -> None:
     """Write a NeMo checkpoint of a diffusion model as a Hugging Face checkpoint.
 
     Args:
         path, output_path, overwrite: see :func:`export_hf_checkpoint`.
+        engine: that is to serve it, see :func:`export_for_engine`; the command line calls it ``--for`` too.
     """
-    print(f"exported: {export_hf_checkpoint(path, output_path, overwrite=overwrite)}")
+    if engine is None:
+        print(f"exported: {export_hf_checkpoint(path, output_path, overwrite=overwrite)}")
+        return
+    exported = export_for_engine(path, output_path, engine, overwrite=overwrite)
+    print(f"exported: {exported.path}")
+    for note in exported.notes:
+        print(f"note: {note}")
+    print(f"serve it: {exported.command}")
+
+
+def _with_for(execute: Callable[..., None]) -> Callable[..., None]:
+    """nemo_run reads NAME=VALUE alone, and no parameter can be called ``for``."""
+
+    def run_command(arguments: list[str], console: Any) -> None:
+        text = "\n".join(arguments)
+        execute(re.sub(r"^(?:--)?for[=\n]", "engine=", text, flags=re.MULTILINE).split("\n"), console)
+
+    return run_command
+
+
+export_hf.cli_entrypoint._execute_simple = _with_for(export_hf.cli_entrypoint._execute_simple)
 
 
 @run.cli.entrypoint(
