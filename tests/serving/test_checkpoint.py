@@ -100,7 +100,7 @@ def test_a_batch_on_a_block_causal_model_is_its_rows_alone(single_process, kit):
         body = {"prompt": prompts, "max_tokens": 11, "stop_at_eos": False}
         batch = [choice["text"] for choice in server.post("/v1/completions", body).json()["choices"]]
         alone = [server.post("/v1/completions", body | {"prompt": ids}).json()["choices"][0]["text"] for ids in prompts]
-        assert server.metric("batch_rows_sum") == 8 and server.metric("batch_rows_count") == 5
+        assert server.metric("batch_rows_sum") > server.metric("batch_rows_count") + 20
     assert batch == alone
     config = loaded.sampler_config(max_new_tokens=11, stop_at_eos=False)
     assert config.cache == "exact"

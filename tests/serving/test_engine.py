@@ -5,9 +5,10 @@ import time
 import pytest
 
 from nemo_dllm.collections.diffusion.sampling import SamplerConfig, generate, infill, span_between
-from nemo_dllm.collections.diffusion.serving.engine import BatchingEngine, EngineClosedError, QueueFullError, Row
+from nemo_dllm.collections.diffusion.serving.engine import BatchingEngine, EngineClosedError, QueueFullError
 from nemo_dllm.collections.diffusion.serving.limits import ServerLimits
 from nemo_dllm.collections.diffusion.serving.metrics import ServerMetrics
+from nemo_dllm.collections.diffusion.serving.rows import Row
 
 
 @pytest.fixture
@@ -49,8 +50,14 @@ def row_of(kit):
     return make
 
 
+OTHER = {"remasking": "margin"}
+
+
 def hold(kit, model, engine, row):
-    """Start a row and keep the model in its first pass, so that what is submitted next has to wait."""
+    """Start a row and keep the model in its first pass, so that what is submitted next has to wait.
+
+    Rows of other settings wait until it is finished, such as those of ``OTHER``.
+    """
     model.open.clear()
     engine.submit([row])
     kit.until(lambda: model.batches)
@@ -61,7 +68,7 @@ def test_a_batch_gives_what_its_rows_give_alone(kit, engine_of, row_of):
     lengths, seeds = [3, 8, 5, 6], [1, 2, 3, 2]
     model = kit.ToyModel()
     engine = engine_of(model)
-    hold(kit, model, engine, row_of())
+    hold(kit, model, engine, row_of(**OTHER))
     rows = [row_of(p, n, s, streams=True) for p, n, s in zip(prompts, lengths, seeds, strict=True)]
     engine.submit(rows)
     model.open.set()
@@ -98,20 +105,20 @@ def test_holes_before_a_suffix_are_filled_as_infill_does(kit, engine_of, row_of)
 def test_rows_are_batched_with_those_of_equal_settings(kit, engine_of, row_of):
     model = kit.ToyModel()
     engine = engine_of(model)
-    hold(kit, model, engine, row_of())
+    hold(kit, model, engine, row_of(**OTHER))
     cold = [row_of(temperature=0.0, seed=seed) for seed in (1, 2)]
     warm = [row_of(length=length, seed=9) for length in (2, 4)]
     engine.submit([cold[0], warm[0], cold[1], warm[1]])
     model.open.set()
     kit.until(lambda: all(row.done for row in cold + warm))
     shapes = list(dict.fromkeys(model.batches))
-    assert shapes == [(1, 8), (2, 8), (2, 6)]
+    assert shapes == [(1, 8), (2, 8), (2, 6), (1, 6)]
 
 
 def test_batches_have_a_size(kit, engine_of, row_of):
     model = kit.ToyModel()
     engine = engine_of(model, max_batch_rows=3, max_batch_tokens=40)
-    hold(kit, model, engine, row_of())
+    hold(kit, model, engine, row_of(**OTHER))
     small, large = [row_of() for _ in range(5)], [row_of([65] * 30, 20), row_of([65] * 30, 20)]
     engine.submit([*large, *small])
     model.open.set()
@@ -152,13 +159,62 @@ def test_finished_rows_do_not_wait_for_longer_ones(kit, engine_of, row_of):
     short.deliver = long.deliver = lambda update: passes.append(len(model.batches))
     engine.submit([short, long])
     kit.until(lambda: long.done)
-    assert passes == [1, 40] and set(model.batches) == {(2, 42)}
+    assert passes == [1, 40] and model.batches == [(2, 42)] + [(1, 42)] * 39
+
+
+def test_rows_join_those_that_run(kit, engine_of, row_of):
+    model = kit.ToyModel()
+    engine = engine_of(model)
+    first, second = row_of(length=30, seed=1), row_of([65] * 3, length=3, seed=2, streams=True)
+    hold(kit, model, engine, first)
+    engine.submit([second])
+    model.open.set()
+    kit.until(lambda: second.done)
+    kit.until(lambda: first.done)
+    assert len(model.batches) == 30 and (2, 32) in model.batches
+    for row, length in ((first, 30), (second, 3)):
+        config = SamplerConfig(max_new_tokens=length, temperature=1.0, eos_token_id=kit.EOS)
+        alone = generate(model.denoiser, [row.prefix], config, mask_token_id=kit.MASK, seeds=[row.seed])
+        assert row.updates[-1].tokens == alone.completions[0].tolist()
+
+
+def test_a_row_of_other_settings_is_overtaken_by_one_batch_at_most(kit, engine_of, row_of):
+    model = kit.ToyModel()
+    engine = engine_of(model, max_batch_rows=2)
+    order = []
+
+    def noting(name, **fields):
+        row = row_of(**fields)
+        row.deliver = lambda update: order.append(name)
+        return row
+
+    hold(kit, model, engine, noting("a", length=2))
+    engine.submit([noting("other", length=2, **OTHER), *(noting(name, length=2) for name in "bcdef")])
+    model.open.set()
+    kit.until(lambda: len(order) == 7)
+    assert order[:3] == list("abc") and order[3] == "other"
+
+
+def test_the_place_of_a_cancelled_row_is_taken_at_once(kit, engine_of, row_of):
+    model = kit.ToyModel()
+    engine = engine_of(model, max_batch_rows=2)
+    rows = [row_of(length=200, seed=1), row_of(length=200, seed=2)]
+    waiting = row_of(length=2, seed=3)
+    model.open.clear()
+    engine.submit(rows)
+    kit.until(lambda: model.batches)
+    engine.submit([waiting])
+    engine.cancel(rows[:1])
+    model.open.set()
+    kit.until(lambda: waiting.done)
+    assert model.batches[:3] == [(2, 202)] * 3 and not rows[1].done
+    engine.cancel(rows)
 
 
 def test_the_queue_has_an_end(kit, engine_of, row_of):
     model = kit.ToyModel()
     engine = engine_of(model, max_waiting_rows=3)
-    hold(kit, model, engine, row_of())
+    hold(kit, model, engine, row_of(**OTHER))
     waiting = [row_of(), row_of()]
     engine.submit(waiting)
     with pytest.raises(QueueFullError, match="2 of 3 places in the queue are taken, and the request needs 2"):

@@ -85,13 +85,13 @@ def test_two_hundred_requests_between_bad_ones(kit):
     with kit.running(model, ServerLimits(max_body_bytes=100_000, max_waiting_rows=REQUESTS + 25)) as server:
         texts, statuses = asyncio.run(everybody(server))
         kit.until(lambda: (server.health()["waiting"], server.health()["running"]) == (0, 0))
-        batches, rows = server.metric("batch_rows_count"), server.metric("batch_rows_sum")
+        passes, rows = server.metric("batch_rows_count"), server.metric("batch_rows_sum")
     assert [status for status in statuses if status] == [400, 400, 413] * 5
     assert len(texts) == REQUESTS
     wrong = [index for index in range(REQUESTS) if texts[index] != alone(kit, model, given(index))]
     assert wrong == []
     # Batching took place, and both kinds of settings were served.
-    assert rows >= REQUESTS and batches < REQUESTS / 4
+    assert rows / passes > 6
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,17 +8,11 @@ from typing import Any, NamedTuple
 
 from nemo_dllm.collections.diffusion.sampling import canvas_pieces
 from nemo_dllm.collections.diffusion.sampling.stopping import Decode
-from nemo_dllm.collections.diffusion.serving.engine import (
-    BatchingEngine,
-    CanvasRow,
-    EngineClosedError,
-    QueueFullError,
-    Row,
-    RowUpdate,
-)
+from nemo_dllm.collections.diffusion.serving.engine import BatchingEngine, EngineClosedError, QueueFullError
 from nemo_dllm.collections.diffusion.serving.errors import RequestError
 from nemo_dllm.collections.diffusion.serving.metrics import ServerMetrics
 from nemo_dllm.collections.diffusion.serving.plan import Plan
+from nemo_dllm.collections.diffusion.serving.rows import CanvasRow, Row, RowUpdate
 from nemo_dllm.collections.diffusion.serving.text_stream import TextStream
 
 

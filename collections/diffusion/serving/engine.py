@@ -1,4 +1,4 @@
-"""The thread that owns the model: rows wait, are put together by their settings, and are denoised side by side.
+"""The thread that owns the model: rows wait, join those of equal settings, and leave when they are finished.
 
 Shape letters: B rows, T canvas positions.
 """
@@ -6,98 +6,18 @@ Shape letters: B rows, T canvas positions.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from nemo_dllm.collections.diffusion.sampling import CachedDenoiser, DenoiserFn, DenoiseStep, SamplerConfig, denoise
+from nemo_dllm.collections.diffusion.sampling import CachedDenoiser, DenoiserFn, DenoiseStep
 from nemo_dllm.collections.diffusion.sampling.stopping import Decode, text_end
 from nemo_dllm.collections.diffusion.serving.limits import ServerLimits
 from nemo_dllm.collections.diffusion.serving.metrics import ServerMetrics
+from nemo_dllm.collections.diffusion.serving.rolling import Denoising, RollingBatch
+from nemo_dllm.collections.diffusion.serving.rows import CanvasRow, Row, RowUpdate
 
 logger = logging.getLogger(__name__)
-
-# The loop does not read how many tokens are new, so that rows of different lengths share a batch.
-_ANY_LENGTH = 2**31 - 1
-
-
-class CanvasRow(NamedTuple):
-    """The generated part of a row after a pass, one entry per token.
-
-    Attributes:
-        tokens: ids; those under holes are the mask token.
-        holes: still to be found.
-        new: found or replaced by this pass.
-        step: passes so far.
-    """
-
-    tokens: list[int]
-    holes: list[bool]
-    new: list[bool]
-    step: int
-
-
-class RowUpdate(NamedTuple):
-    """What has become of a row.
-
-    Attributes:
-        tokens: generated ones that stay as they are, with no hole before them; each update repeats the earlier ones.
-        finish_reason: "stop" or "length" in the last update, else None.
-        canvas: for rows that want it.
-        error: why there will be no further update.
-    """
-
-    tokens: list[int]
-    finish_reason: str | None = None
-    canvas: CanvasRow | None = None
-    error: Exception | None = None
-
-
-@dataclass(eq=False)
-class Row:
-    """A text to fill.
-
-    Attributes:
-        prefix, suffix: token ids before and after the holes.
-        hole_count: tokens to find, at least 1.
-        config: how; rows with equal settings are batched, whatever their seeds and lengths.
-        seed, row_id: key the row's noise.
-        deliver: gets the updates, on the engine's thread.
-        streams: whether to deliver tokens before the last one is found.
-        wants_canvas: whether to deliver the canvas of every pass.
-        abandoned: set by ``BatchingEngine.cancel``.
-        done: set by the engine after the last update.
-    """
-
-    prefix: Sequence[int]
-    suffix: Sequence[int]
-    hole_count: int
-    config: SamplerConfig
-    seed: int
-    row_id: int
-    deliver: Callable[[RowUpdate], None]
-    streams: bool = False
-    wants_canvas: bool = False
-    abandoned: bool = False
-    done: bool = False
-    delivered: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.config = replace(self.config, seed=None, max_new_tokens=_ANY_LENGTH)
-
-    @property
-    def length(self) -> int:
-        """Positions of the canvas."""
-        return len(self.prefix) + self.hole_count + len(self.suffix)
-
-    @property
-    def holes(self) -> slice:
-        """Where the generated tokens are."""
-        return slice(len(self.prefix), len(self.prefix) + self.hole_count)
 
 
 class QueueFullError(Exception):
@@ -109,7 +29,10 @@ class EngineClosedError(Exception):
 
 
 class BatchingEngine:
-    """Denoises rows in batches, in the order of their arrival. What arrives while a batch runs is batched next.
+    """Denoises rows side by side, in the order of their arrival.
+
+    A row that is finished or given up leaves before the next pass, and rows of equal settings take its place: at once,
+    or with an exact cache where those that run have finished a block.
 
     Args:
         denoiser: the model; called by the engine's own thread alone.
@@ -130,11 +53,15 @@ class BatchingEngine:
         limits: ServerLimits,
         metrics: ServerMetrics,
     ):
-        self._denoiser, self._mask_token_id, self._device = denoiser, mask_token_id, device
-        self._decode, self._limits, self._metrics = decode, limits, metrics
+        self._denoising = Denoising(denoiser, mask_token_id, device, decode)
+        self._limits, self._metrics = limits, metrics
         self._changed = threading.Condition()
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
+        self._joining: list[Row] = []
+        self._alone: deque[Row] = deque()
+        self._batch: RollingBatch | None = None
+        self._overtaking = 0
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="denoiser", daemon=True)
 
@@ -146,7 +73,7 @@ class BatchingEngine:
         """Give up all rows, and wait for the pass at hand to end."""
         with self._changed:
             self._closed = True
-            left = [*self._waiting, *self._running]
+            left = [*self._waiting, *self._alone, *self._running]
             self._changed.notify()
         self.cancel(left)
         self._thread.join()
@@ -167,7 +94,7 @@ class BatchingEngine:
     @property
     def running(self) -> int:
         """Rows of the batch at hand that somebody waits for."""
-        return sum(not (row.done or row.abandoned) for row in self._running)
+        return sum(row.is_live for row in [*self._running, *self._alone])
 
     def submit(self, rows: Sequence[Row]) -> None:
         """Queue the rows of a request, all of them or none.
@@ -188,87 +115,104 @@ class BatchingEngine:
             self._changed.notify()
 
     def cancel(self, rows: Sequence[Row]) -> None:
-        """Give up rows: those that wait leave the queue, those that run are left as they are after the pass at hand."""
+        """Give up rows: those that wait leave the queue, those that run leave after the pass at hand."""
         with self._changed:
             for row in rows:
                 row.abandoned = True
             self._waiting = deque(row for row in self._waiting if not row.abandoned)
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._running = []
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if self._closed:
-                    return
-                self._running = self._take_batch()
-            self._run(self._running)
+        while self._gather_rows():
+            try:
+                self._denoise_once()
+            except Exception as error:
+                self._fail(error)
 
-    def _take_batch(self) -> list[Row]:
-        """The first row that waits, and those behind it that fit."""
-        first = self._waiting[0]
-        batch, left, longest = [], deque(), 0
+    def _gather_rows(self) -> bool:
+        """Decide who is in the next pass; False after ``close``."""
+        with self._changed:
+            self._running = [row for row in self._running if row.is_live]
+            if not self._running:
+                self._batch, self._joining = None, []
+                self._changed.wait_for(lambda: self._waiting or self._alone or self._closed)
+            if self._closed:
+                return False
+            if not self._running and self._alone:
+                self._running = self._joining = [self._alone.popleft()]
+            elif not self._running:
+                self._overtaking = 0
+                self._running = self._joining = self._take([])
+            elif not self._alone and self._batch.is_open:
+                self._joining = self._take(self._running)
+                self._running = [*self._running, *self._joining]
+            return True
+
+    def _take(self, running: Sequence[Row]) -> list[Row]:
+        """Rows that wait and fit to those that run, in the order of their arrival.
+
+        Those behind one that does not fit may overtake it, when a batch begins, and afterwards as many as a batch has
+        rows; then the batch runs to its end.
+        """
+        taken, left = [], deque()
+        longest = max((row.length for row in running), default=0)
         for row in self._waiting:
-            longest_with = max(longest, row.length)
-            fits = not batch or (
-                row.config == first.config
-                and len(batch) < self._limits.max_batch_rows
-                and longest_with * (len(batch) + 1) <= self._limits.max_batch_tokens
+            rows, longest_with = [*running, *taken], max(longest, row.length)
+            fits = not rows or (
+                row.config == rows[0].config
+                and len(rows) < self._limits.max_batch_rows
+                and longest_with * (len(rows) + 1) <= self._limits.max_batch_tokens
+                and not (running and left and self._overtaking >= self._limits.max_batch_rows)
             )
-            (batch if fits else left).append(row)
-            longest = longest_with if fits else longest
+            if fits:
+                taken.append(row)
+                longest = longest_with
+                self._overtaking += bool(running and left)
+            else:
+                left.append(row)
         self._waiting = left
-        return batch
+        return taken
 
-    def _run(self, rows: list[Row]) -> None:
-        try:
-            self._denoise(rows)
-        except Exception as error:
-            left = [row for row in rows if not (row.done or row.abandoned)]
-            if len(rows) > 1:
-                logger.warning("a batch of %d rows failed, which are tried one by one: %r", len(rows), error)
-                # One row must not take the others with it, and each repeats alone what it has delivered.
-                for row in left:
-                    self._run([row])
-                return
-            logger.exception("a row failed")
-            for row in left:
-                self._finish(row, RowUpdate([], error=error))
+    def _denoise_once(self) -> None:
+        batch, joining, self._joining = self._batch, self._joining, []
+        newcomers = RollingBatch(self._denoising, joining) if joining else None
+        if batch is None:
+            batch = newcomers
+        elif newcomers is not None:
+            if newcomers.keeps_keys:
+                # It encodes their prompts, and would take the rows that run along as padding.
+                self._pass(newcomers)
+            batch = batch.with_live_rows_of(newcomers)
+        elif batch.is_elastic and len(batch.rows) > len(self._running):
+            batch = batch.with_live_rows_of()
+        self._batch = batch
+        if batch is not None:
+            self._pass(batch)
 
-    def _denoise(self, rows: list[Row]) -> None:
-        self._metrics.batch_rows.observe(len(rows))
-        steps = denoise(
-            self._denoiser,
-            *self._canvas(rows),
-            row_ids=[row.row_id for row in rows],
-            seeds=[row.seed for row in rows],
-            decode=self._decode,
-            abandoned=lambda: [row.abandoned or row.done for row in rows],
-        )
-        for step in steps:
+    def _pass(self, batch: RollingBatch) -> None:
+        step = batch.step()
+        if step is not None:
+            self._metrics.batch_rows.observe(sum(row.is_live for row in batch.rows))
             self._metrics.passes.inc()
-            self._hand_out(step, rows)
+            self._hand_out(step, batch.rows)
 
-    def _canvas(self, rows: list[Row]) -> tuple[Tensor, Tensor, int, SamplerConfig, Tensor | None]:
-        """Rows aligned on the left; what ``denoise`` takes from its canvas to its key mask."""
-        texts = [[*row.prefix, *[self._mask_token_id] * row.hole_count, *row.suffix] for row in rows]
-        tensors = [torch.tensor(text, dtype=torch.int64, device=self._device) for text in texts]
-        canvas_BT = pad_sequence(tensors, batch_first=True, padding_value=self._mask_token_id)
-        holes_BT = torch.zeros_like(canvas_BT, dtype=torch.bool)
-        for row, holes_T in zip(rows, holes_BT, strict=True):
-            holes_T[row.holes] = True
-        lengths_B1 = torch.tensor([[row.length] for row in rows], device=self._device)
-        keys_BT = torch.arange(canvas_BT.shape[1], device=self._device) < lengths_B1
-        # A mask that hides nothing would only keep attention off its fast path.
-        return canvas_BT, holes_BT, self._mask_token_id, rows[0].config, None if keys_BT.all() else keys_BT
+    def _fail(self, error: Exception) -> None:
+        left = [row for row in self._running if row.is_live]
+        self._running, self._batch = [], None
+        if len(left) > 1:
+            logger.warning("a batch of %d rows failed, which are tried one by one: %r", len(left), error)
+            # One row must not take the others with it, and each repeats alone what it has delivered.
+            self._alone.extend(left)
+            return
+        logger.error("a row failed", exc_info=error)
+        for row in left:
+            self._finish(row, RowUpdate([], error=error))
 
-    def _hand_out(self, step: DenoiseStep, rows: list[Row]) -> None:
+    def _hand_out(self, step: DenoiseStep, rows: Sequence[Row]) -> None:
         counts = step.settled_BT.sum(dim=1).tolist()
         due = [
             (index, row, count)
             for index, (row, count) in enumerate(zip(rows, counts, strict=True))
-            if not (row.done or row.abandoned)
-            and (row.wants_canvas or count == row.hole_count or (row.streams and count > row.delivered))
+            if row.is_live and (row.wants_canvas or count == row.hole_count or (row.streams and count > row.delivered))
         ]
         if not due:
             return
@@ -280,7 +224,7 @@ class BatchingEngine:
             if count < row.hole_count:
                 row.deliver(RowUpdate(tokens, canvas=views.get(index)))
                 continue
-            end = text_end(tokens, row.config, self._decode)
+            end = text_end(tokens, row.config, self._denoising.decode)
             reason = "length" if end is None else "stop"
             self._finish(row, RowUpdate(tokens[:end], reason, views.get(index)))
 
@@ -293,4 +237,4 @@ def _canvas_views(step: DenoiseStep, rows: list[tuple[int, Row]]) -> dict[int, C
     if not rows:
         return {}
     tensors = [x_BT.cpu() for x_BT in (step.tokens_BT, step.holes_BT, step.new_BT)]
-    return {index: CanvasRow(*(x_BT[index, row.holes].tolist() for x_BT in tensors), step.step) for index, row in rows}
+    return {index: CanvasRow(*(x_BT[index, row.holes].tolist() for x_BT in tensors), row.passes) for index, row in rows}

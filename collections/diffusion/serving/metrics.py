@@ -20,8 +20,8 @@ class ServerMetrics:
         self.rows = Counter("rows", "Choices by how they ended.", ["finish_reason"], **of)
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts.", **of)
         self.completion_tokens = Counter("completion_tokens", "Tokens of finished completions.", **of)
-        self.passes = Counter("forward_passes", "Denoising steps of all batches.", **of)
-        self.batch_rows = Histogram("batch_rows", "Rows per batch.", buckets=_ROWS, **of)
+        self.passes = Counter("forward_passes", "Denoising steps.", **of)
+        self.batch_rows = Histogram("batch_rows", "Rows per denoising step.", buckets=_ROWS, **of)
         self.first_text_seconds = Histogram(
             "first_text_seconds", "From a request's arrival to its first text.", buckets=_SECONDS, **of
         )

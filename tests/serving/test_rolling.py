@@ -1,0 +1,188 @@
+"""Rows that come and go between passes get what they get alone, bit for bit."""
+
+import random
+
+import pytest
+import torch
+
+from nemo_dllm.collections.diffusion.sampling import KVCache, SamplerConfig, generate
+from nemo_dllm.collections.diffusion.sampling.stopping import text_end
+from nemo_dllm.collections.diffusion.serving.rolling import Denoising, RollingBatch
+from nemo_dllm.collections.diffusion.serving.rows import Row
+
+WIDTH = 6
+
+
+class Attention:
+    """Two layers of attention with random weights and positions, over the whole canvas or with a cache; float64.
+
+    Sums over keys run in order of their slots and hidden ones add exact zeros, so that batching changes nothing.
+    """
+
+    def __init__(self, mask, block_size=None):
+        generator = torch.Generator().manual_seed(3)
+        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+        self.embeddings_VE, self.positions_TE, self.layers = (
+            draw(mask + 3, WIDTH),
+            draw(128, WIDTH),
+            draw(2, 3, WIDTH, WIDTH),
+        )
+        self.block_size, self.windows = block_size, []
+
+    def __call__(self, tokens_BT, *, key_mask_BT=None):
+        keys_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if key_mask_BT is None else key_mask_BT
+        positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
+        blocks_BT = positions_BT // (self.block_size or tokens_BT.shape[1])
+        visible_BTT = keys_BT[:, None] & (blocks_BT[:, None] <= blocks_BT[:, :, None])
+        return self._forward(tokens_BT, positions_BT, visible_BTT, lambda layer, keys, values: (keys, values))
+
+    def new_cache(self, rows, positions):
+        return KVCache(rows, positions)
+
+    def denoise(self, tokens_BL, positions_BL, cache, *, key_mask_BL):
+        window = cache.window(positions_BL, key_mask_BL)
+        return self._cached(tokens_BL, positions_BL, cache, window)
+
+    def commit(self, tokens_BL, positions_BL, cache, *, key_mask_BL, blocks_BL):
+        window = cache.window(positions_BL, key_mask_BL, blocks_BL)
+        logits_BLV = self._cached(tokens_BL, positions_BL, cache, window)
+        cache.hold(window)
+        return logits_BLV[torch.arange(len(tokens_BL)), (key_mask_BL.sum(dim=1) - 1).clamp_min(0)]
+
+    def _cached(self, tokens_BL, positions_BL, cache, window):
+        def exchange(layer, keys_BLE, values_BLE):
+            stored = cache.write(layer, window, keys_BLE[:, :, None], values_BLE[:, :, None])
+            return tuple(x_BSHE[:, :, 0] for x_BSHE in stored)
+
+        return self._forward(tokens_BL, positions_BL, window.visible_BLS, exchange)
+
+    def _forward(self, tokens_BL, positions_BL, visible_BLS, exchange):
+        self.windows.append(tuple(tokens_BL.shape))
+        hidden_BLE = self.embeddings_VE[tokens_BL] + self.positions_TE[positions_BL]
+        for layer, (query, key, value) in enumerate(self.layers):
+            keys_BSE, values_BSE = exchange(layer, hidden_BLE @ key, hidden_BLE @ value)
+            scores_BLS = torch.einsum("ble,bse->bls", hidden_BLE @ query, keys_BSE) / 20
+            weights_BLS = scores_BLS.clamp(-30, 30).exp() * visible_BLS
+            weights_BLS = weights_BLS / weights_BLS.sum(dim=-1, keepdim=True).clamp_min(1e-300)
+            hidden_BLE = torch.tanh(hidden_BLE + weights_BLS @ values_BSE)
+        return 4 * hidden_BLE @ self.embeddings_VE.T
+
+
+def decode(ids):
+    return "".join(chr(id) for id in ids)
+
+
+EXACT = {"cache": "exact", "block_size": 4, "block_origin": "sequence"}
+SETTINGS = [
+    {},
+    {"block_size": 4, "threshold": 0.3},
+    {"steps": 3, "remasking": "random", "block_size": 5},
+    {"cfg_scale": 0.5, "block_size": 4, "right_shift": True, "bos_token_id": 1},
+    {"stop_strings": ("A", "ef"), "block_size": 2, "stop_token_ids": (9,)},
+    {"editing_threshold": 0.02, "max_post_steps": 3, "block_size": 4},
+    EXACT,
+    EXACT | {"threshold": 0.1, "stop_token_ids": (9, 30, 40, 50)},
+    EXACT | {"right_shift": True, "bos_token_id": 1},
+    EXACT | {"cfg_scale": 0.5},
+    EXACT | {"editing_threshold": 0.02, "max_post_steps": 3, "steps_per_block": 2},
+    {"cache": "approximate_prefix", "block_size": 4},
+    {"cache": "approximate_dual", "block_size": 3, "right_shift": True, "bos_token_id": 1},
+    {"cache": "approximate_dual", "block_size": 4, "cfg_scale": 1.0},
+]
+
+
+class Schedule:
+    """Steps a batch, lets rows in when it is open and out when they are finished, and keeps what each has got."""
+
+    def __init__(self, denoising, rng):
+        self.denoising, self.rng, self.batch = denoising, rng, None
+        self.joined_running = self.left_early = 0
+
+    def run(self, waiting):
+        tokens = {}
+        while waiting or self.batch is not None:
+            self.let_in(waiting)
+            step = self.batch.step()
+            self.collect(self.batch, step, tokens)
+            if self.rng.random() < 0.05:
+                self.rng.choice(self.batch.rows).abandoned = True
+            if any(not row.is_live for row in self.batch.rows):
+                self.left_early += any(row.is_live for row in self.batch.rows)
+                self.batch = self.batch.with_live_rows_of()
+        return tokens
+
+    def let_in(self, waiting):
+        coming = [waiting.pop() for _ in range(min(len(waiting), self.rng.randint(0, 2)))]
+        if self.batch is None:
+            self.batch = RollingBatch(self.denoising, coming or [waiting.pop()])
+        elif coming and self.batch.is_open:
+            newcomers = RollingBatch(self.denoising, coming)
+            if newcomers.keeps_keys:
+                newcomers.step()
+            self.joined_running += 1
+            self.batch = self.batch.with_live_rows_of(newcomers)
+        else:
+            waiting.extend(coming)
+
+    @staticmethod
+    def collect(batch, step, tokens):
+        for index, row in enumerate(batch.rows):
+            if row.is_live and step.settled_BT[index].sum() == row.hole_count:
+                found = step.tokens_BT[index, row.holes].tolist()
+                tokens[row] = found[: text_end(found, row.config, decode)]
+                row.done = True
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda fields: "-".join(map(str, fields)) or "default")
+def test_rows_that_join_and_leave_get_what_they_get_alone(kit, settings):
+    model = Attention(kit.MASK, settings.get("block_size") if settings.get("cache") == "exact" else None)
+    fields = {"temperature": 1.0, "eos_token_id": kit.EOS, "suppress_token_ids": tuple(range(128, kit.MASK))} | settings
+    rng = random.Random(5)
+    rows = []
+    for seed in range(14):
+        length = rng.randint(3, 14)
+        prompt = [rng.randint(2, 120) for _ in range(rng.choice((1, 2, 5, 9, 17)))]
+        rows.append(Row(prompt, [], length, SamplerConfig(**fields, max_new_tokens=length), seed, 0, lambda _: None))
+    schedule = Schedule(Denoising(model, kit.MASK, "cpu", decode), rng)
+    tokens = schedule.run(rows.copy())
+    assert schedule.joined_running >= 2 and schedule.left_early >= 2
+    assert len(tokens) + sum(row.abandoned for row in rows) >= len(rows) and len(tokens) >= 8
+    for row, found in tokens.items():
+        config = SamplerConfig(**fields, max_new_tokens=row.hole_count)
+        alone = generate(model, [row.prefix], config, mask_token_id=kit.MASK, seeds=[row.seed], decode=decode)
+        assert found == alone.completions[0].tolist()
+
+
+def test_a_prompt_is_encoded_once_and_without_those_that_run(kit):
+    model = Attention(kit.MASK, 4)
+    config = SamplerConfig(**EXACT)
+    denoising = Denoising(model, kit.MASK, "cpu", decode)
+    first, second = (Row([65] * 40, [], 8, config, seed, 0, lambda _: None) for seed in (1, 2))
+    batch = RollingBatch(denoising, [first])
+    batch.step()
+    assert not batch.is_open
+    for _ in range(3):
+        batch.step()
+    assert batch.is_open
+    newcomers = RollingBatch(denoising, [second])
+    newcomers.step()
+    batch = batch.with_live_rows_of(newcomers)
+    while not first.done:
+        Schedule.collect(batch, batch.step(), {})
+    # The prompt and a block at a time; then the finished block of the first row, which the other one's sits beside.
+    assert model.windows[:7] == [(1, 40), *[(1, 4)] * 4, (1, 40), (1, 4)]
+    assert set(model.windows[7:]) == {(2, 4)}
+
+
+def test_rows_in_a_cache_of_another_kind_stay_together(kit):
+    class OwnCache(Attention):
+        def new_cache(self, rows, positions):
+            cache = super().new_cache(rows, positions)
+            return type("Own", (), {name: getattr(cache, name) for name in ("window", "write", "hold")})()
+
+    row = Row([65], [], 4, SamplerConfig(**EXACT), 1, 0, lambda _: None)
+    batch = RollingBatch(Denoising(OwnCache(kit.MASK, 4), kit.MASK, "cpu", decode), [row])
+    assert not batch.is_elastic and not batch.is_open
+    batch.step()
+    row.abandoned = True
+    assert batch.step() is None
