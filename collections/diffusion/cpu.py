@@ -7,6 +7,7 @@ CUDA device exists, nothing on import, and calling it twice is the same as calli
 
 import contextlib
 import functools
+import types
 
 import torch
 
@@ -64,6 +65,9 @@ class _NullStream:
     def synchronize(self) -> None:
         pass
 
+    def wait(self, *args) -> None:
+        pass
+
     def wait_event(self, *args) -> None:
         pass
 
@@ -116,6 +120,32 @@ def prepare_model_build(config) -> None:
     _adapt_nemo()
     if not tensor_parallel.get_cuda_rng_tracker().is_initialized():
         tensor_parallel.model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
+
+
+def prepare_fully_sharded() -> None:
+    """Let Megatron-FSDP find its process groups and make its buffers on the CPU.
+
+    It spells its device out as f"cuda:{current device}", and asks for a mesh of CUDA devices.
+    """
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp
+
+    def from_group(groups, device_type, **named):
+        return torch.distributed.DeviceMesh.from_group(groups, "cpu", **named)
+
+    mcore_fsdp_adapter.DeviceMesh = types.SimpleNamespace(from_group=from_group)
+    mcore_fsdp_adapter.torch = megatron_fsdp.torch = _TorchOnCpu("torch")
+
+
+class _TorchOnCpu(types.ModuleType):
+    """torch, where every device is the CPU."""
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(*args) -> torch.device:
+        return _CPU
 
 
 def _replace_cuda_module_functions() -> None:

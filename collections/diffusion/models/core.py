@@ -5,11 +5,13 @@ dimensions.
 """
 
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
@@ -57,6 +59,26 @@ def _give_experts_an_optimizer_of_their_own(model: torch.nn.Module) -> None:
             parameter.allreduce = False
 
 
+class ScoringOutputLayer(ColumnParallelLinear):
+    """Megatron's output layer that also hands its weight to a head of ours.
+
+    The head is called through the layer, because what waits for a module's call, as fully sharded data parallelism
+    does to gather its weight, would never happen for one whose weight is only read.
+    """
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        score: Callable[[Tensor, Tensor | None], HeadOutput] | None = None,
+    ):
+        """As Megatron's, or ``score(input_, own weight or None where it is the embedding's)``."""
+        if score is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        return score(input_, self.weight)
+
+
 class DiffusionCore(MegatronGPTModel):
     """Megatron's GPT with explicit positions and a head that scores chosen positions only.
 
@@ -67,12 +89,13 @@ class DiffusionCore(MegatronGPTModel):
     logical_vocab_size: int
 
     @classmethod
-    def adopt(cls, model: MegatronGPTModel, logical_vocab_size: int) -> "DiffusionCore":
+    def adopt(cls, model: MegatronGPTModel, logical_vocab_size: int, *, fully_sharded: bool = False) -> "DiffusionCore":
         """Turn a built Megatron GPT into a diffusion core, in place.
 
         Args:
             model: the model; its parameters are kept.
             logical_vocab_size: number of tokens; rows beyond are padding that never takes probability.
+            fully_sharded: the model is going to be sharded by Megatron-FSDP, which knows one optimizer only.
 
         Raises:
             ValueError: for position embeddings that the core cannot compute.
@@ -84,7 +107,10 @@ class DiffusionCore(MegatronGPTModel):
             )
         model.__class__ = cls
         model.logical_vocab_size = logical_vocab_size
-        _give_experts_an_optimizer_of_their_own(model)
+        if model.post_process:
+            model.output_layer.__class__ = ScoringOutputLayer
+        if not fully_sharded:
+            _give_experts_an_optimizer_of_their_own(model)
         model.register_load_state_dict_post_hook(_forgive_missing_extra_state)
         return model
 
@@ -185,13 +211,8 @@ class DiffusionCore(MegatronGPTModel):
             return rotary_table(torch.stack((angles, angles), dim=-1).flatten(-2))
         return rotary_table(torch.cat((angles, angles), dim=-1))
 
-    def _head_weight(self) -> Tensor:
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
-
     def _logits(self, hidden_SBH: Tensor) -> Tensor:
-        weight = self._head_weight() if self.share_embeddings_and_output_weights else None
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits_SBV, _ = self.output_layer(hidden_SBH, weight=weight, runtime_gather_output=True)
         return logits_SBV[..., : self.logical_vocab_size].transpose(0, 1).contiguous()
 
@@ -201,14 +222,19 @@ class DiffusionCore(MegatronGPTModel):
             hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH, group=group)
         else:
             hidden_SBH = copy_to_tensor_model_parallel_region(hidden_SBH, group=group)
-        weight_VH = self._head_weight()
-        start = group.rank() * weight_VH.size(0)
-        shard = VocabularyShard(
-            start=start,
-            valid=min(max(self.logical_vocab_size - start, 0), weight_VH.size(0)),
-            group=group if group.size() > 1 else None,
-        )
         hidden_NH = hidden_SBH.flatten(0, 1).index_select(0, targets.row_N)
-        return masked_cross_entropy(
-            hidden_NH, weight_VH, targets.token_N, targets.loss_weight_N, shard, chunk=DEFAULT_CHUNK
-        )
+
+        def score(hidden_NH: Tensor, weight_VH: Tensor | None) -> HeadOutput:
+            if self.share_embeddings_and_output_weights:
+                weight_VH = self.shared_embedding_or_output_weight()
+            start = group.rank() * weight_VH.size(0)
+            shard = VocabularyShard(
+                start=start,
+                valid=min(max(self.logical_vocab_size - start, 0), weight_VH.size(0)),
+                group=group if group.size() > 1 else None,
+            )
+            return masked_cross_entropy(
+                hidden_NH, weight_VH, targets.token_N, targets.loss_weight_N, shard, chunk=DEFAULT_CHUNK
+            )
+
+        return self.output_layer(hidden_NH, score=score)

@@ -16,6 +16,7 @@ from nemo_dllm.collections.diffusion.models.adam import use_group_step_adam
 from nemo_dllm.collections.diffusion.models.balancing import give_to_layers
 from nemo_dllm.collections.diffusion.models.batch import DiffusionBatch, corrupt_batch, shard_context, to_device
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore, HeadOutput, Targets
+from nemo_dllm.collections.diffusion.models.fsdp import is_fully_sharded, prepare_fully_sharded
 from nemo_dllm.collections.diffusion.models.layout import check_layout
 from nemo_dllm.collections.diffusion.models.loss import DiffusionLossReduction
 from nemo_dllm.collections.diffusion.models.moe_layer import adopt_moe_layers, check_balance_over
@@ -88,13 +89,14 @@ class DiffusionModel(GPTModel):
         config.vocab_size = built
         super().configure_model(vp_stage)
         config.vocab_size = named
-        DiffusionCore.adopt(self.module, logical_vocab_size=logical)
+        fully_sharded = self._trainer is not None and is_fully_sharded(self._trainer.strategy)
+        DiffusionCore.adopt(self.module, logical_vocab_size=logical, fully_sharded=fully_sharded)
         adopt_moe_layers(self.module, self.balance_over)
         if config.pipeline_model_parallel_size > 1 and (self.objective.block_size or self.objective.views > 1):
             # Stages exchange more positions or rows than the data module's samples have. Set here, because Megatron's
             # check of the config thinks of lengths that differ between ranks, which some expert dispatchers refuse.
             config.variable_seq_lengths = True
-        if self._trainer is not None:
+        if self._trainer is not None and not fully_sharded:
             _accumulate_weight_gradients_in_place(self.module)
 
     def setup(self, stage: str) -> None:
@@ -106,6 +108,8 @@ class DiffusionModel(GPTModel):
         check_layout(self.config, self.objective, self.trainer, self.trainer.datamodule)
         if self.objective.block_size is not None:
             _check_blocks(self.objective.block_size, self.trainer.datamodule)
+        if is_fully_sharded(self.trainer.strategy):
+            prepare_fully_sharded(self.trainer.strategy)
         if not self.trainer.strategy.async_save:
             keep_write_results_in_process()
         if self.objective.group_size is None:
