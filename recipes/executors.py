@@ -1,0 +1,134 @@
+"""Where recipes run: torchrun on this machine, or jobs of a Slurm cluster, through nemo_run's executors.
+
+Nodes and GPUs are those of the recipe's trainer: :class:`FitToTrainer` sees to that, on the command line unasked.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import nemo_run as run
+from lightning.pytorch import Trainer
+from nemo.collections import llm
+from nemo_run.core.execution.launcher import Torchrun
+
+from nemo_dllm.recipes.tasks import finetune, pretrain
+
+GRACE_SECONDS = 300
+"""Before its time limit, in which a Slurm job finishes a step and saves."""
+
+ENVIRONMENT = {
+    # Memory of tensors that NCCL works on is free again at once.
+    "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+    # Kernels start in the order in which Megatron overlaps them with communication.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+
+
+@run.cli.factory
+def local() -> run.Config[run.LocalExecutor]:
+    """Processes on this machine, one per device of the recipe's trainer, started by torchrun.
+
+    Examples:
+        ``nemo llm pretrain --factory mdlm_tiny trainer.devices=2 run.executor=local --yes``
+    """
+    return run.Config(run.LocalExecutor, launcher="torchrun", env_vars=dict(ENVIRONMENT))
+
+
+@run.cli.factory
+def slurm() -> run.Config[run.SlurmExecutor]:
+    """A job of a Slurm cluster, one process per GPU of the recipe's trainer, started by srun.
+
+    ``account`` has to be set; ``partition``, ``time``, ``container_image`` and so on are fields of ``SlurmExecutor``.
+    The job gets SIGTERM five minutes before its time is over, saves, and is queued again, ``retries`` times.
+
+    Examples:
+        ``nemo llm pretrain --factory "llama31_70b_mdlm_pretrain(dir='/shared/runs')" run.executor=slurm
+        run.executor.account=research run.executor.partition=gpu run.executor.time=04:00:00 --yes``
+    """
+    return run.Config(
+        run.SlurmExecutor,
+        time="04:00:00",
+        signal=f"TERM@{GRACE_SECONDS}",
+        retries=3,
+        exclusive=True,
+        env_vars=dict(ENVIRONMENT),
+        # The package is installed where the job runs.
+        packager=run.Config(run.Packager),
+    )
+
+
+@dataclass(kw_only=True)
+class FitToTrainer(run.Plugin):
+    """Gives a Slurm or local executor the nodes and processes that a recipe's trainer asks for.
+
+    From Python: ``run.run(recipe, executor=executor, plugins=FitToTrainer())``.
+    """
+
+    def setup(self, task: run.Partial | run.Script, executor: run.Executor) -> None:
+        """Set nodes, tasks and GPUs of the executor; tasks of others and other executors stay as they are.
+
+        Raises:
+            ValueError: for devices whose number is unknown here, and a folder that no later job would find.
+        """
+        if not isinstance(task, run.Partial) or task.__fn_or_cls__ not in (pretrain, finetune):
+            return
+        devices = number_of_devices(task.trainer)
+        if isinstance(executor, run.LocalExecutor):
+            executor.nodes, executor.ntasks_per_node = task.trainer.num_nodes, devices
+        elif isinstance(executor, run.SlurmExecutor):
+            _check_folder(task.log.log_dir)
+            _fit_slurm(executor, task.trainer.num_nodes, devices)
+
+
+def number_of_devices(trainer: run.Config) -> int:
+    """Devices per node.
+
+    Args:
+        trainer: configuration of a trainer.
+
+    Raises:
+        ValueError: where it is not known before the run.
+    """
+    devices = trainer.devices
+    if isinstance(devices, list | tuple):
+        return len(devices)
+    if not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"trainer.devices={devices!r} is a number only where the GPUs are; set the number per node")
+    return devices
+
+
+def check_processes(trainer: Trainer) -> None:
+    """Check that as many processes have been started as the trainer asks for.
+
+    Raises:
+        ValueError: names both numbers.
+    """
+    devices, nodes = trainer.num_devices, trainer.num_nodes
+    if trainer.world_size != devices * nodes:
+        raise ValueError(
+            f"trainer.devices={devices} and trainer.num_nodes={nodes} ask for {devices * nodes} processes, "
+            f"{trainer.world_size} have been started; set them to what torchrun or srun starts per node, and on nodes"
+        )
+
+
+def _fit_slurm(executor: run.SlurmExecutor, nodes: int, devices: int) -> None:
+    executor.nodes = nodes
+    if executor.gres is None:
+        executor.gpus_per_node = devices
+    if executor.launcher == "torchrun" or isinstance(executor.launcher, Torchrun):
+        # One task per node, which starts the others.
+        executor.ntasks_per_node, executor.torchrun_nproc_per_node = 1, devices
+    else:
+        executor.ntasks_per_node = devices
+
+
+def _check_folder(folder: str | Path | None) -> None:
+    if folder is None or not Path(folder).is_absolute():
+        raise ValueError(
+            f"log.log_dir={folder} lies in a folder of this job alone, and the next one would start anew; name an "
+            "absolute path that all nodes see: dir='/shared/runs'"
+        )
+
+
+for _task in (llm.pretrain, llm.finetune):
+    _task.cli_entrypoint.default_plugins = [run.Config(FitToTrainer)]
