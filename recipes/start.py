@@ -60,7 +60,7 @@ class StartFrom(ResumeLatest):
         super().setup(trainer, model)
 
     def _start_from_hf(self, trainer: pl.Trainer, model: DiffusionModel) -> None:
-        resumes = self.resume_from_path or (self.resume_if_exists and self._find_trainer_ckpt_path())
+        resumes = self.resume_from_path or self.find(trainer)
         source = Path(self.init_from.removeprefix("hf://"))
         if not resumes or source.exists():
             source = local_folder(source)

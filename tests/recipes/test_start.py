@@ -106,7 +106,7 @@ def test_a_run_goes_on_from_its_own_checkpoint_and_exports(train, source, tmp_pa
     (resumed,), _ = train(gone, steps=2 * STEPS, folder=folder, save=True)
     assert torch.equal(resumed["losses"], straight["losses"][STEPS:])
 
-    from nemo_dllm.collections.diffusion.training.resume import latest_checkpoint
+    from nemo_dllm.collections.diffusion.training.checkpoints import latest_checkpoint
     from nemo_dllm.connectors.hf_export import export_hf_checkpoint
 
     last = latest_checkpoint(folder / "log" / "run" / "checkpoints")
@@ -123,7 +123,7 @@ def adapted(train, source, tmp_path_factory):
 
 
 def last_checkpoint(folder):
-    from nemo_dllm.collections.diffusion.training.resume import latest_checkpoint
+    from nemo_dllm.collections.diffusion.training.checkpoints import latest_checkpoint
 
     return latest_checkpoint(folder / "log" / "run" / "checkpoints")
 

@@ -45,7 +45,7 @@ def fake_checkpoint(folder, name, seconds, without=()):
 
 
 def test_the_latest_is_the_one_written_last_whatever_its_name(tmp_path):
-    from nemo_dllm.collections.diffusion.training.resume import latest_checkpoint
+    from nemo_dllm.collections.diffusion.training.checkpoints import latest_checkpoint
 
     fake_checkpoint(tmp_path, "a-step=9", 100)
     newest = fake_checkpoint(tmp_path, "a-step=5", 300)
@@ -55,7 +55,7 @@ def test_the_latest_is_the_one_written_last_whatever_its_name(tmp_path):
 
 @pytest.mark.parametrize("missing", [".metadata", "metadata.json", "common.pt"])
 def test_what_was_not_written_to_its_end_is_passed_over(tmp_path, missing):
-    from nemo_dllm.collections.diffusion.training.resume import is_complete, latest_checkpoint
+    from nemo_dllm.collections.diffusion.training.checkpoints import is_complete, latest_checkpoint
 
     older = fake_checkpoint(tmp_path, "older", 100)
     newer = fake_checkpoint(tmp_path, "newer-last", 200, without={missing})
@@ -64,7 +64,7 @@ def test_what_was_not_written_to_its_end_is_passed_over(tmp_path, missing):
 
 
 def test_a_marker_beside_a_checkpoint_makes_it_unfinished(tmp_path):
-    from nemo_dllm.collections.diffusion.training.resume import latest_checkpoint
+    from nemo_dllm.collections.diffusion.training.checkpoints import latest_checkpoint
 
     older = fake_checkpoint(tmp_path, "older", 100)
     newer = fake_checkpoint(tmp_path, "newer", 200)
@@ -76,7 +76,7 @@ def test_a_marker_beside_a_checkpoint_makes_it_unfinished(tmp_path):
 
 
 def test_nothing_complete_and_nothing_there(tmp_path):
-    from nemo_dllm.collections.diffusion.training.resume import latest_checkpoint
+    from nemo_dllm.collections.diffusion.training.checkpoints import latest_checkpoint
 
     assert latest_checkpoint(tmp_path) is None
     assert latest_checkpoint(tmp_path / "absent") is None
@@ -94,7 +94,7 @@ def test_the_best_and_the_last_checkpoint_are_kept(straight, straight_folder):
 
 
 def test_real_checkpoints_are_complete(killed_folder):
-    from nemo_dllm.collections.diffusion.training.resume import is_complete, latest_checkpoint
+    from nemo_dllm.collections.diffusion.training.checkpoints import is_complete, latest_checkpoint
 
     kept = checkpoints_of(killed_folder)
     assert set(kept) == {(12, False), (24, False), (24, True)}
@@ -236,7 +236,13 @@ def resume(monkeypatch):
     monkeypatch.setattr(AppState(), "_log_dir", None, raising=False)
 
     def setup(config=None, **fields):
-        trainer = SimpleNamespace(ckpt_path=None, checkpoint_callback=SimpleNamespace(), strategy=SimpleNamespace())
+        trainer = SimpleNamespace(
+            ckpt_path=None,
+            checkpoint_callback=SimpleNamespace(),
+            strategy=SimpleNamespace(),
+            world_size=1,
+            global_rank=0,
+        )
         ResumeLatest(**fields).setup(trainer, config and SimpleNamespace(config=config))
         return trainer.ckpt_path
 

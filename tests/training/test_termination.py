@@ -48,7 +48,7 @@ def shorten(file):
     ids=["a short shard", "a missing shard", "a short index", "a short common.pt", "metadata.json"],
 )
 def test_a_damaged_checkpoint_is_told_from_a_complete_one(killed, damage):
-    from nemo_dllm.collections.diffusion.training.resume import damage_of, latest_checkpoint
+    from nemo_dllm.collections.diffusion.training.checkpoints import damage_of, latest_checkpoint
 
     kept = checkpoints_of(killed)
     assert damage_of(kept[24, True]) is None

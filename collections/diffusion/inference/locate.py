@@ -37,7 +37,7 @@ def locate_checkpoint(path: str | Path, *, best: bool = False) -> Checkpoint:
         FileNotFoundError: where there is no such folder, or no complete checkpoint in it.
         ValueError: where the checkpoint was not written to its end, and for ``best`` of anything but a run.
     """
-    from nemo_dllm.collections.diffusion.training.resume import is_complete
+    from nemo_dllm.collections.diffusion.training.checkpoints import is_complete
 
     path = Path(path)
     if not path.exists():
@@ -61,7 +61,7 @@ def locate_checkpoint(path: str | Path, *, best: bool = False) -> Checkpoint:
 
 
 def _of_run(folder: Path, best: bool) -> Path:
-    from nemo_dllm.collections.diffusion.training.resume import is_complete, latest_checkpoint
+    from nemo_dllm.collections.diffusion.training.checkpoints import is_complete, latest_checkpoint
 
     if not best:
         latest = latest_checkpoint(folder)

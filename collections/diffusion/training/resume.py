@@ -1,17 +1,15 @@
 """Which checkpoint a run goes on from, and at which step."""
 
-import json
-import pickle
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from nemo.lightning import AutoResume, io
-from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from nemo.utils import AppState, logging
-from torch.distributed.checkpoint import FileSystemReader
+
+from nemo_dllm.collections.diffusion.training.checkpoints import latest_checkpoint, patiently, seen_by
+from nemo_dllm.collections.diffusion.training.rank_zero import told_by_rank_zero
 
 # Fields of a NeMo config that decide the shapes of the weights.
 _SHAPE_FIELDS = (
@@ -28,71 +26,6 @@ _SHAPE_FIELDS = (
     "qk_layernorm",
     "add_qkv_bias",
 )
-
-
-# What reading other bytes raises. A disk or a network that fails for a moment is no damage, and ends the run: going on
-# from an older checkpoint would lose steps, and on some ranks only.
-_DAMAGE = (
-    ValueError,
-    EOFError,
-    zipfile.BadZipFile,
-    pickle.UnpicklingError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    TypeError,
-)
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint folder was written to its end."""
-    return damage_of(checkpoint) is None
-
-
-def damage_of(checkpoint: Path) -> str | None:
-    """What keeps a checkpoint folder from being read; None where all its files are there, readable, and long enough.
-
-    The bytes of tensors are not looked at.
-    """
-    weights = checkpoint / "weights"
-    missing = [name for name in (".metadata", "metadata.json", "common.pt") if not (weights / name).is_file()]
-    if missing or ModelCheckpoint.is_checkpoint_unfinished(checkpoint):
-        return "was not written to its end"
-    try:
-        json.loads((weights / "metadata.json").read_text())
-        # Checked, not loaded: what is not used is not run.
-        with zipfile.ZipFile(weights / "common.pt") as archive:
-            broken = archive.testzip()
-        stored = FileSystemReader(weights).read_metadata().storage_data.values()
-    except _DAMAGE as error:
-        return f"is damaged: {type(error).__name__} {error}"
-    if broken is not None:
-        return f"is damaged: common.pt, in {broken}"
-    lengths = {}
-    for item in stored:
-        lengths[item.relative_path] = max(lengths.get(item.relative_path, 0), item.offset + item.length)
-    for name, length in lengths.items():
-        file = weights / name
-        if not file.is_file() or file.stat().st_size < length:
-            return f"is damaged: {name} is {'shorter than it was' if file.is_file() else 'not there'}"
-    return None
-
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint in ``folder`` that was written last; later ones are passed over with a message."""
-    candidates = [path for path in folder.glob("*") if path.is_dir()]
-    for path in sorted(candidates, key=_written_at, reverse=True):
-        damage = damage_of(path)
-        if damage is None:
-            return path
-        logging.warning(f"{path} {damage}; it is not used")
-    return None
-
-
-def _written_at(checkpoint: Path) -> int:
-    """Nanoseconds."""
-    metadata = checkpoint / "weights" / ".metadata"
-    return (metadata if metadata.exists() else checkpoint).stat().st_mtime_ns
 
 
 def check_same_model(checkpoint: Path, config) -> None:
@@ -182,6 +115,9 @@ class ResumeLatest(AutoResume):
     resume_if_exists: bool = True
     resume_ignore_no_checkpoint: bool = True
 
+    # Not a field: what was found, alone in a tuple, once that is known.
+    _outcome = ()
+
     def setup(self, trainer, model=None) -> None:
         """Point the trainer at the checkpoint to go on from.
 
@@ -195,7 +131,7 @@ class ResumeLatest(AutoResume):
         ):
             if path and "://" not in str(path) and not Path(path).exists():
                 raise FileNotFoundError(f"{field}={path} does not exist; name a checkpoint folder or leave it out")
-        found = self.resume_from_path or (self._find_trainer_ckpt_path() if self.resume_if_exists else None)
+        found = self.resume_from_path or self.find(trainer)
         if found and model is not None:
             check_same_model(Path(found), model.config)
             logging.info(f"Going on from {found}")
@@ -203,17 +139,34 @@ class ResumeLatest(AutoResume):
             check_same_model(Path(self.restore_config.path), model.config)
         super().setup(trainer, model)
 
+    def find(self, trainer: pl.Trainer) -> Path | None:
+        """The latest complete checkpoint of the run; None without one, and where none is to be looked for.
+
+        Rank 0 looks, and all ranks go on from what it found: a shared file system may show each of them another state.
+
+        Raises:
+            FileNotFoundError: where there has to be a checkpoint and is none, or another rank does not see it.
+            OSError: where the folder cannot be read for 15 seconds.
+        """
+        if self.resume_if_exists and not self._outcome:
+            found = told_by_rank_zero(trainer, self._look)
+            self._outcome = (found and seen_by(trainer.global_rank, Path(found)),)
+        return self._find_trainer_ckpt_path()
+
     def _find_trainer_ckpt_path(self) -> Path | None:
+        return self._outcome[0] if self._outcome else None
+
+    def _look(self) -> str | None:
         log_dir = AppState().log_dir
         folder = self.resume_from_directory or (log_dir and Path(log_dir) / "checkpoints")
         if not folder:
             return None
-        found = latest_checkpoint(Path(folder))
+        found = patiently(lambda: latest_checkpoint(Path(folder)))
         if found is None and not self.resume_ignore_no_checkpoint:
             raise FileNotFoundError(
                 f"there is no complete checkpoint in {folder}; resume.resume_ignore_no_checkpoint=True starts anew"
             )
-        return found
+        return found and str(found)
 
 
 class ResumedCounters(pl.Callback):

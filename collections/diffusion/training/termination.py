@@ -5,6 +5,7 @@ import signal
 import lightning.pytorch as pl
 import torch
 from nemo.utils import logging
+from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 
 EXIT_CODE = 128 + signal.SIGTERM
 
@@ -38,9 +39,11 @@ class SaveOnTermination(pl.Callback):
         if not self._agreed():
             return
         logging.warning(f"SIGTERM: saving after step {trainer.global_step}")
-        checkpoint = trainer.checkpoint_callback
-        if checkpoint is not None:
-            checkpoint._save_last_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
+        if trainer.checkpoint_callback is not None:
+            _save(trainer)
+        if self._group is not None:
+            # A launcher ends all ranks with the first that leaves, and rank 0 declares the checkpoint finished last.
+            torch.distributed.barrier(self._group)
         raise SystemExit(EXIT_CODE)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -72,3 +75,16 @@ class SaveOnTermination(pl.Callback):
         if self._handler is not None:
             signal.signal(signal.SIGTERM, self._handler)
             self._handler = None
+
+
+def _save(trainer: pl.Trainer) -> None:
+    """Save, also where no last checkpoint is kept otherwise, and wait for what is written in the background."""
+    checkpoint = trainer.checkpoint_callback
+    candidates = checkpoint._monitor_candidates(trainer)
+    if checkpoint.save_last:
+        checkpoint._save_last_checkpoint(trainer, candidates)
+    else:
+        checkpoint._save_checkpoint(trainer, checkpoint.format_checkpoint_name(candidates))
+    writer = trainer.strategy.checkpoint_io
+    if isinstance(writer, AsyncFinalizableCheckpointIO):
+        writer.maybe_finalize_save_checkpoint(blocking=True)

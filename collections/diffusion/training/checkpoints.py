@@ -1,0 +1,120 @@
+"""Folders of checkpoints: which are whole, which one is the latest, and when all ranks see it."""
+
+import json
+import pickle
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from nemo.lightning.pytorch.callbacks import ModelCheckpoint
+from nemo.utils import logging
+from torch.distributed.checkpoint import FileSystemReader
+
+# Seconds between attempts to read.
+_DELAYS = (1, 2, 4, 8)
+# In which all nodes should see what one has written.
+_VISIBLE_WITHIN_SECONDS = 300
+
+_WRITTEN_LAST = (".metadata", "metadata.json", "common.pt")
+
+# What reading other bytes raises. A disk or a network that fails is no damage; where it keeps failing, the run ends:
+# going on from an older checkpoint would lose steps.
+_DAMAGE = (
+    ValueError,
+    EOFError,
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    TypeError,
+)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint folder was written to its end."""
+    return damage_of(checkpoint) is None
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """What keeps a checkpoint folder from being read; None where all its files are there, readable, and long enough.
+
+    The bytes of tensors are not looked at.
+    """
+    weights = checkpoint / "weights"
+    if not _is_written(weights) or ModelCheckpoint.is_checkpoint_unfinished(checkpoint):
+        return "was not written to its end"
+    try:
+        for file in (weights / "metadata.json", checkpoint / "context" / "io.json"):
+            if file.is_file():
+                json.loads(file.read_text())
+        # Checked, not loaded: what is not used is not run.
+        with zipfile.ZipFile(weights / "common.pt") as archive:
+            broken = archive.testzip()
+        stored = FileSystemReader(weights).read_metadata().storage_data.values()
+    except _DAMAGE as error:
+        return f"is damaged: {type(error).__name__} {error}"
+    if broken is not None:
+        return f"is damaged: common.pt, in {broken}"
+    lengths = {}
+    for item in stored:
+        lengths[item.relative_path] = max(lengths.get(item.relative_path, 0), item.offset + item.length)
+    for name, length in lengths.items():
+        file = weights / name
+        if not file.is_file() or file.stat().st_size < length:
+            return f"is damaged: {name} is {'shorter than it was' if file.is_file() else 'not there'}"
+    return None
+
+
+def _is_written(weights: Path) -> bool:
+    return all((weights / name).is_file() for name in _WRITTEN_LAST)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint in ``folder`` that was written last; later ones are passed over with a message."""
+    candidates = [path for path in folder.glob("*") if path.is_dir()]
+    for path in sorted(candidates, key=_written_at, reverse=True):
+        damage = damage_of(path)
+        if damage is None:
+            return path
+        logging.warning(f"{path} {damage}; it is not used")
+    return None
+
+
+def _written_at(checkpoint: Path) -> int:
+    """Nanoseconds."""
+    metadata = checkpoint / "weights" / ".metadata"
+    return (metadata if metadata.exists() else checkpoint).stat().st_mtime_ns
+
+
+def patiently(read: Callable[[], Path | None]) -> Path | None:
+    """What ``read`` returns; it is called again after 1, 2, 4 and 8 seconds where the file system fails.
+
+    Raises:
+        OSError: where it still fails.
+    """
+    for delay in _DELAYS:
+        try:
+            return read()
+        except OSError as error:
+            logging.warning(f"{error}; trying again in {delay} s")
+            time.sleep(delay)
+    return read()
+
+
+def seen_by(rank: int, checkpoint: Path) -> Path:
+    """A checkpoint that rank 0 found, once this rank sees it too.
+
+    Raises:
+        FileNotFoundError: where it does not after five minutes.
+    """
+    deadline = time.monotonic() + _VISIBLE_WITHIN_SECONDS
+    while not _is_written(checkpoint / "weights"):
+        if time.monotonic() > deadline:
+            raise FileNotFoundError(
+                f"rank {rank} does not see {checkpoint}, which rank 0 goes on from; put the folder of the run "
+                "(log.log_dir) on a file system that all nodes share"
+            )
+        time.sleep(1)
+    return checkpoint
