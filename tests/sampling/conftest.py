@@ -134,6 +134,14 @@ class TinyDecoder:
             tokens_BL, positions_BL, window.visible_BLS, lambda layer, k, v: cache.write(layer, window, k, v)
         )
 
+    def score_and_keep(self, tokens_BL, positions_BL, cache, rows_N, columns_N, *, key_mask_BL, kept_BL):
+        window = cache.window(positions_BL, key_mask_BL)
+        logits_BLV = self._forward(
+            tokens_BL, positions_BL, window.visible_BLS, lambda layer, k, v: cache.write(layer, window, k, v)
+        )
+        cache.hold(window, kept_BL)
+        return logits_BLV[rows_N, columns_N]
+
     def commit(self, tokens_BL, positions_BL, cache, *, key_mask_BL, blocks_BL):
         window = cache.window(positions_BL, key_mask_BL, blocks_BL)
         logits_BLV = self._forward(

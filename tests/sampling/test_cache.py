@@ -175,7 +175,7 @@ def test_a_plain_function_has_no_cache(table_model):
 
 def test_the_tiny_decoder_has_what_the_protocol_asks_for(tiny_decoder):
     methods = [name for name in vars(CachedDenoiser) if not name.startswith("_")]
-    assert methods == ["new_cache", "denoise", "commit"]
+    assert methods == ["new_cache", "denoise", "commit", "score_and_keep"]
     assert all(callable(getattr(tiny_decoder("sdar"), name)) for name in methods)
 
 

@@ -38,9 +38,10 @@ from nemo_dllm.collections.diffusion.sampling import (
         ({"block_origin": "end"}, "block_origin='end' is unknown; known: prompt, sequence"),
         (
             {"cache": "dual"},
-            "cache='dual' is unknown; known: approximate_dual, approximate_prefix, exact; leave",
+            "cache='dual' is unknown; known: approximate_delayed, approximate_dual, approximate_prefix, exact; leave",
         ),
         ({"cache": "exact"}, "cache='exact' works block by block; set block_size"),
+        ({"refresh_interval": 0}, "refresh_interval=0 must be at least 1"),
         ({"remasking_temperature": -1}, "remasking_temperature=-1 must be a finite number of at least 0"),
         ({"factor": 0.0}, "factor=0.0 must be a finite number above 0"),
         ({"factor": 1.0, "threshold": 0.9}, "factor=1.0 and threshold=0.9 both set how many"),

@@ -7,7 +7,7 @@ from nemo_dllm.collections.diffusion.sampling import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.denoise import denoise
 from nemo_dllm.collections.diffusion.sampling.noise import RowNoise
 from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
-from nemo_dllm.collections.diffusion.sampling.selection import select_commits
+from nemo_dllm.collections.diffusion.sampling.selection import judge, select_commits
 
 
 def select(probabilities, quota=1, candidates=None, **fields):
@@ -18,7 +18,7 @@ def select(probabilities, quota=1, candidates=None, **fields):
     candidates_BT = scored_BT if candidates is None else torch.tensor([candidates])
     config = SamplerConfig(**fields)
     return (
-        select_commits(proposed, scored_BT, candidates_BT, torch.tensor([quota]), config)[0]
+        select_commits(judge(proposed, config), scored_BT, candidates_BT, torch.tensor([quota]), config)[0]
         .nonzero()
         .flatten()
         .tolist()
@@ -71,7 +71,7 @@ def test_order_at_a_temperature_follows_the_scores():
     proposed = Predictions(torch.zeros(3 * rows, dtype=torch.int64), given_NV, lambda: noise.uniform(scored_BT))
     one_each_B = torch.ones(rows, dtype=torch.int64)
     config = SamplerConfig(remasking_temperature=0.25)
-    draws = select_commits(proposed, scored_BT, scored_BT, one_each_B, config).sum(dim=0)
+    draws = select_commits(judge(proposed, config), scored_BT, scored_BT, one_each_B, config).sum(dim=0)
     expected = (scores / 0.25).softmax(dim=0) * rows
     assert ((draws - expected) ** 2 / expected).sum() < 18.4  # 2 degrees of freedom, 1 in 10,000
 

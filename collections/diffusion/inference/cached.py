@@ -75,6 +75,25 @@ class MegatronDenoiser:
         return self.core(tokens_BL, positions_BL, _cached_keys(cache, window))
 
     @torch.no_grad()
+    def score_and_keep(
+        self,
+        tokens_BL: Tensor,
+        positions_BL: Tensor,
+        cache: KVCache,
+        rows_N: Tensor,
+        columns_N: Tensor,
+        *,
+        key_mask_BL: Tensor,
+        kept_BL: Tensor,
+    ) -> Tensor:
+        """Logits [N, V] of some of the given positions, of which the cache keeps some; see ``CachedDenoiser``."""
+        window = cache.window(positions_BL, key_mask_BL)
+        at_N = columns_N * len(tokens_BL) + rows_N
+        logits_NV = self.core(tokens_BL, positions_BL, _cached_keys(cache, window), logits_at_N=at_N)
+        cache.hold(window, kept_BL)
+        return logits_NV
+
+    @torch.no_grad()
     def commit(
         self, tokens_BL: Tensor, positions_BL: Tensor, cache: KVCache, *, key_mask_BL: Tensor, blocks_BL: Tensor
     ) -> Tensor:

@@ -124,7 +124,8 @@ class LoadedModel:
             settings: further fields of ``SamplerConfig``, which win over both.
 
         Raises:
-            ValueError: for fields that do not fit together, or do not fit the model.
+            ValueError: for fields that do not fit together, or do not fit the model: one that is block-causal is
+                sampled by the blocks of its training.
         """
         num_tokens = self.core.logical_vocab_size
         num_texts = num_tokens if self.tokenizer is None else self.tokenizer.vocab_size
@@ -142,11 +143,16 @@ class LoadedModel:
         if self.block_size is None and config.cache == "exact":
             raise ValueError(
                 "cache='exact' is for block-causal models, and this one attends in both directions; choose "
-                "approximate_prefix or approximate_dual, or leave it None"
+                "approximate_prefix, approximate_dual or approximate_delayed, or leave it None"
             )
         if self.block_size is not None and config.cache not in (None, "exact"):
             raise ValueError(
                 f"cache={config.cache!r} is for bidirectional models, and this one is block-causal; take 'exact'"
+            )
+        if self.block_size is not None and config.block_size != self.block_size:
+            raise ValueError(
+                f"block_size={config.block_size} is not the {self.block_size} that this block-causal model has learnt; "
+                "leave it out"
             )
         return config
 

@@ -11,6 +11,39 @@ from torch import Tensor
 BLOCK_ORIGINS = ("prompt", "sequence")
 
 
+class Canvas(NamedTuple):
+    """What stays the same during a run; on the CPU, where the run does its bookkeeping.
+
+    Attributes:
+        holes_BT: bool, positions to fill.
+        blocks_BT: int64, the block of each position.
+        keys_BT: bool, False at padding.
+        padded: whether ``keys_BT`` is False anywhere.
+    """
+
+    holes_BT: Tensor
+    blocks_BT: Tensor
+    keys_BT: Tensor
+    padded: bool
+
+    @property
+    def positions_BT(self) -> Tensor:
+        """Int64, how many tokens are before each position, padding not counted."""
+        return (self.keys_BT.cumsum(dim=1) - 1).clamp_min(0)
+
+    def cpu(self) -> "Canvas":
+        """The same, on the CPU."""
+        return Canvas(self.holes_BT.cpu(), self.blocks_BT.cpu(), self.keys_BT.cpu(), self.padded)
+
+
+class Given(NamedTuple):
+    """What a model gets of the positions of a pass, on its device; see ``CachedDenoiser``."""
+
+    tokens_BL: Tensor
+    positions_BL: Tensor
+    key_mask_BL: Tensor
+
+
 class Window(NamedTuple):
     """Some positions of each row, ascending, padded on the right to the row that has most.
 
@@ -21,6 +54,11 @@ class Window(NamedTuple):
 
     index_BL: Tensor
     valid_BL: Tensor
+
+    def take(self, tokens_BT: Tensor, positions_BT: Tensor, device: torch.device) -> Given:
+        """Tokens and positions within the text at these places."""
+        parts = (tokens_BT.gather(1, self.index_BL), positions_BT.gather(1, self.index_BL), self.valid_BL)
+        return Given(*(on_device(part, device) for part in parts))
 
 
 def block_indices(holes_BT: Tensor, block_size: int | None, origin: str = "prompt") -> Tensor:
@@ -40,6 +78,11 @@ def block_indices(holes_BT: Tensor, block_size: int | None, origin: str = "promp
     if origin == "prompt":
         positions_BT = positions_BT - holes_BT.int().argmax(dim=1, keepdim=True)
     return torch.div(positions_BT, block_size, rounding_mode="floor")
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the CPU on a device; the CPU does not wait for what is queued there."""
+    return tensor.to(device, non_blocking=True)
 
 
 def gather_window(chosen_BT: Tensor) -> Window:

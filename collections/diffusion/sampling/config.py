@@ -12,7 +12,8 @@ from nemo_dllm.collections.diffusion.sampling.quirks import ReferenceQuirks
 from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES
 from nemo_dllm.collections.diffusion.sampling.transfer import SCHEDULES
 
-CACHES = ("exact", "approximate_prefix", "approximate_dual")
+DELAYED = "approximate_delayed"
+CACHES = ("exact", "approximate_prefix", "approximate_dual", DELAYED)
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,11 @@ class SamplerConfig:
             prompt otherwise.
         cache: exact keeps keys and values of finished blocks, for block-causal models, where it changes no result.
             approximate_prefix and approximate_dual are for bidirectional ones: within a block they reuse the keys and
-            values that the text before it, or around it, had when the block began (Wu et al. 2025, Fast-dLLM). None
-            keeps nothing.
+            values that the text before it, or around it, had when the block began (Wu et al. 2025, Fast-dLLM).
+            approximate_delayed, also for bidirectional ones and without blocks too, reuses those that a token had in
+            the step after the one that chose it (Ma et al. 2025, dKV-Cache). None keeps nothing.
+        refresh_interval: with approximate_delayed, every so many steps of a row all of it is encoded anew, at least 1,
+            which is as exact as no cache.
         temperature: 0 takes the most probable token, 1 samples from the model's distribution.
         top_p: probability mass to sample from, in (0, 1], after temperature; None is all.
         top_k: number of tokens to sample from, at least 1, after temperature; None is all.
@@ -81,6 +85,7 @@ class SamplerConfig:
     block_size: int | None = None
     block_origin: str | None = None
     cache: str | None = None
+    refresh_interval: int = 8
     temperature: float = 0.0
     top_p: float | None = None
     top_k: int | None = None
@@ -188,7 +193,8 @@ _RULES = (
     _Rule("schedule", lambda name, _: name in SCHEDULES, "is unknown; known: {schedules}"),
     _Rule("block_origin", lambda name, _: name in BLOCK_ORIGINS, "is unknown; known: {origins}"),
     _Rule("cache", lambda name, _: name in CACHES, "is unknown; known: {caches}; leave it None for no cache"),
-    _Rule("cache", lambda _, c: c.block_size is not None, "works block by block; set block_size"),
+    _Rule("cache", lambda name, c: c.block_size is not None or name == DELAYED, "works block by block; set block_size"),
+    _Rule("refresh_interval", _at_least(1), "must be at least 1, which encodes everything at every step"),
     _Rule("temperature", _finite_from_0, "must be a finite number of at least 0"),
     _Rule("top_p", lambda p, _: 0 < p <= 1, "must be above 0 and at most 1; leave it None to sample from all tokens"),
     _Rule("top_k", _at_least(1), "must be at least 1; leave it None to sample from all tokens"),

@@ -1,5 +1,8 @@
 """The denoising loop: predict every candidate, commit the best, repeat until no hole is left.
 
+The canvas and all decisions about it are on the CPU. The device gets the tokens of each pass, and gives back a few
+numbers per scored position, so that the CPU waits for it once per step.
+
 Shape letters: B rows, T canvas positions, L positions of one pass, N scored positions of all rows in row-major order,
 V vocabulary.
 """
@@ -10,26 +13,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import block_indices, gather_window
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, block_indices, gather_window, on_device
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
 from nemo_dllm.collections.diffusion.sampling.noise import GlobalNoise, RowNoise
 from nemo_dllm.collections.diffusion.sampling.progress import Progress
 from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
-from nemo_dllm.collections.diffusion.sampling.scoring import Canvas, build_scorer
-from nemo_dllm.collections.diffusion.sampling.selection import select_commits
+from nemo_dllm.collections.diffusion.sampling.scoring import build_scorer
+from nemo_dllm.collections.diffusion.sampling.selection import Judged, judge, select_commits
 from nemo_dllm.collections.diffusion.sampling.stopping import Decode, TextEnds
 from nemo_dllm.collections.diffusion.sampling.token_choice import (
     check_token_ids,
     choose_tokens,
     restrict_logits,
     temper,
+    token_columns,
 )
 
 
 @dataclass(frozen=True, eq=False)
 class DenoiseStep:
-    """The canvas after one forward pass; later steps leave these tensors alone.
+    """The canvas after one forward pass, on the CPU; later steps leave these tensors alone.
 
     Attributes:
         tokens_BT: int64, holes hold the mask token.
@@ -74,7 +78,7 @@ def denoise(
 
     Args:
         model: scores every token at every position; with ``config.cache`` a ``CachedDenoiser``.
-        canvas_BT: int64 token ids; those under holes are ignored.
+        canvas_BT: int64 token ids, on the model's device; those under holes are ignored.
         holes_BT: bool, positions to fill.
         mask_token_id: token shown to the model at holes; never chosen.
         config: ``max_new_tokens`` is not read.
@@ -120,16 +124,17 @@ class _Run:
     """The state of one run."""
 
     def __init__(self, model, canvas_BT, canvas, mask_token_id, config, noise, ends):
-        self.canvas, self.config, self.mask_token_id = canvas, config, mask_token_id
-        self.noise, self.ends = noise, ends
-        self.tokens_BT = canvas_BT.masked_fill(canvas.holes_BT, mask_token_id)
+        self.config, self.mask_token_id = config, mask_token_id
+        self.noise, self.ends, self.device = noise, ends, canvas_BT.device
+        self.canvas = canvas = canvas.cpu()
+        self.tokens_BT = canvas_BT.cpu().masked_fill(canvas.holes_BT, mask_token_id)
         self.holes_BT = canvas.holes_BT
         self.ordinals_BT = canvas.holes_BT.cumsum(dim=1) - 1
         # Rows that finish their blocks together have them encoded in one pass.
         lockstep = "turn" if config.cache == "exact" else "block" if config.quirks.lockstep else None
         self.progress = Progress(canvas.holes_BT, canvas.blocks_BT, config, lockstep)
         self.score = build_scorer(model, self.tokens_BT, canvas, mask_token_id, config)
-        self.done_B = torch.zeros(len(canvas_BT), dtype=torch.bool, device=canvas_BT.device)
+        self.done_B = torch.zeros(len(canvas_BT), dtype=torch.bool)
 
     def steps(self, abandoned: Callable[[], Sequence[bool]] | None) -> Iterator[DenoiseStep]:
         step = 0
@@ -143,12 +148,12 @@ class _Run:
             candidates_BT = self._candidates(active_BT)
             editable_BT = self._editable(active_BT)
             scored_BT = candidates_BT | editable_BT
-            predictions = self._predict(active_BT, scored_BT)
-            quota_B = torch.tensor(self.progress.quotas(), device=self.tokens_BT.device)
-            selected_BT = select_commits(predictions, scored_BT, candidates_BT, quota_B, self.config)
+            judged = self._judge(active_BT, scored_BT)
+            quota_B = torch.tensor(self.progress.quotas())
+            selected_BT = select_commits(judged, scored_BT, candidates_BT, quota_B, self.config)
             before_BT, holes_before_BT = self.tokens_BT, self.holes_BT
-            proposed_BT = before_BT.masked_scatter(scored_BT, predictions.tokens_N)
-            edited_BT = self._edits(predictions, scored_BT, editable_BT, proposed_BT)
+            proposed_BT = before_BT.masked_scatter(scored_BT, judged.tokens_N)
+            edited_BT = self._edits(judged, scored_BT, editable_BT, proposed_BT)
             self.tokens_BT = torch.where(selected_BT | edited_BT, proposed_BT, before_BT)
             filled_BT = selected_BT
             if self.config.quirks.mask_token_allowed:
@@ -164,8 +169,7 @@ class _Run:
     def _active(self, blocks: list[int | None]) -> Tensor:
         """Positions of the block at hand, none in rows that have nothing to do; bool [B, T]."""
         nothing = torch.iinfo(torch.int64).min
-        numbers = [[nothing if block is None else block] for block in blocks]
-        current_B1 = torch.tensor(numbers, device=self.tokens_BT.device)
+        current_B1 = torch.tensor([[nothing if block is None else block] for block in blocks])
         return self.canvas.keys_BT & (self.canvas.blocks_BT == current_B1)
 
     def _candidates(self, active_BT: Tensor) -> Tensor:
@@ -181,12 +185,13 @@ class _Run:
             return torch.zeros_like(block_BT)
         return block_BT & self.canvas.holes_BT & ~self.holes_BT
 
-    def _predict(self, active_BT: Tensor, scored_BT: Tensor) -> Predictions:
+    @torch.no_grad()
+    def _judge(self, active_BT: Tensor, scored_BT: Tensor) -> Judged:
         config = self.config
-        with torch.no_grad():
-            logits_NV = self.score(self.tokens_BT, active_BT, scored_BT)
+        logits_NV = self.score(self.tokens_BT, active_BT, scored_BT, self.device)
         check_token_ids(config, self.mask_token_id, logits_NV.shape[-1])
-        logits_NV = restrict_logits(logits_NV, self.ordinals_BT[scored_BT], self.mask_token_id, config)
+        ordinals_N = on_device(self.ordinals_BT[scored_BT], logits_NV.device)
+        logits_NV = restrict_logits(logits_NV, ordinals_N, self.mask_token_id, config)
         # Noise is drawn for the row's own positions alone: numbers spent on padding would tie a row to its batch.
         drawn_BL = scored_BT
         if config.cache is not None and config.quirks.global_noise:
@@ -194,21 +199,22 @@ class _Run:
         tokens_N = choose_tokens(logits_NV, config, lambda vocabulary: self.noise.uniform(drawn_BL, vocabulary))
         confidence_NV = temper(logits_NV, config).float() if config.tempered_confidence else logits_NV
         if config.quirks.begin_suppress_by_confidence and config.begin_suppress_token_ids:
-            confidence_NV = confidence_NV.clone()
-            confidence_NV[:, list(config.begin_suppress_token_ids)] = -torch.inf
-        return Predictions(tokens_N, confidence_NV.softmax(dim=-1), lambda: self.noise.uniform(drawn_BL))
+            suppressed_V = token_columns(config.begin_suppress_token_ids, logits_NV.shape[-1], logits_NV.device)
+            confidence_NV = confidence_NV.masked_fill(suppressed_V, -torch.inf)
+        probabilities_NV = confidence_NV.softmax(dim=-1)
+        return judge(Predictions(tokens_N, probabilities_NV, lambda: self.noise.uniform(drawn_BL)), config)
 
-    def _edits(self, predictions: Predictions, scored_BT: Tensor, editable_BT: Tensor, proposed_BT: Tensor) -> Tensor:
+    def _edits(self, judged: Judged, scored_BT: Tensor, editable_BT: Tensor, proposed_BT: Tensor) -> Tensor:
         if self.config.editing_threshold is None:
             return editable_BT
-        sure_N = predictions.chosen_probability() > self.config.editing_threshold
+        sure_N = judged.probability_N > self.config.editing_threshold
         sure_BT = torch.zeros_like(scored_BT).masked_scatter(scored_BT, sure_N)
         return editable_BT & sure_BT & (proposed_BT != self.tokens_BT)
 
     def _advance(self, active_BT: Tensor, edited_BT: Tensor) -> Tensor:
         """Count the pass; returns the rows that have finished their block, bool [B]."""
         counts_2B = torch.stack([(self.holes_BT & active_BT).sum(dim=1), edited_BT.sum(dim=1)])
-        finished_B = torch.tensor(self.progress.advance(*counts_2B.tolist()), device=active_BT.device)
+        finished_B = torch.tensor(self.progress.advance(*counts_2B.tolist()))
         if self.config.quirks.stop_after_block:
             self.done_B |= finished_B & (active_BT & (self.tokens_BT == self.config.eos_token_id)).any(dim=1)
         return finished_B

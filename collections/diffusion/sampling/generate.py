@@ -21,7 +21,7 @@ TokenRow = Sequence[int] | Tensor
 
 @dataclass(frozen=True, eq=False)
 class GenerateResult:
-    """What a run produced, one entry per row; tokens are int64 and one-dimensional.
+    """What a run produced, one entry per row; tokens are int64, one-dimensional and on the CPU.
 
     Attributes:
         sequences: the whole rows: prompt and completion, or the filled input.
@@ -69,7 +69,7 @@ def generate(
             where ``seeds`` are given.
         seeds: one per row, in place of ``config.seed``: requests of a batch repeat what each gave alone.
         decode: token ids -> text, for ``config.stop_strings``.
-        device: where the canvas lives; None is the device of the prompts, the CPU for lists.
+        device: of the model; None is the device of the prompts, the CPU for lists.
 
     Raises:
         ValueError: there are no prompts, one is empty where it must not be or leaves no room for new tokens, an id is
@@ -166,7 +166,7 @@ def infill(
         config: how positions are filled; lengths, end tokens and stop strings have no meaning here.
         mask_token_id: token shown to the model at holes; never chosen.
         pad_token_id, row_ids, seeds: as for ``generate``.
-        device: where the canvas lives; None is the device of the tokens, the CPU for lists.
+        device: of the model; None is the device of the tokens, the CPU for lists.
 
     Returns:
         ``completions`` are the tokens at the holes, in order. Without any hole the rows come back as they are, after 0
@@ -185,12 +185,12 @@ def infill(
     hole_rows = [torch.as_tensor(row, dtype=torch.bool, device=rows[0].device) for row in holes]
     config = replace(config, stop_at_eos=False, stop_token_ids=(), stop_strings=(), min_new_tokens=0)
     stacked = _stack_rows(rows, hole_rows, mask_token_id if pad_token_id is None else pad_token_id, config)
-    filled_BT, passes = stacked.tokens_BT, 0
+    filled_BT, passes = stacked.tokens_BT.cpu(), 0
     canvas = (stacked.tokens_BT, stacked.holes_BT, mask_token_id, config, stacked.key_mask_BT, row_ids)
     for last in denoise(model, *canvas, seeds=seeds):
         filled_BT, passes = last.tokens_BT, last.step
     sequences = [filled_T[:length] for filled_T, length in zip(filled_BT, lengths, strict=True)]
-    completions = [row[row_holes] for row, row_holes in zip(sequences, hole_rows, strict=True)]
+    completions = [row[row_holes.cpu()] for row, row_holes in zip(sequences, hole_rows, strict=True)]
     return GenerateResult(sequences, completions, passes, ["length"] * len(rows))
 
 

@@ -81,6 +81,10 @@ class KVCache:
             kept_BSHD[rows_B1, window.slots_BL] = new_BLHD
         return self._layers[layer]
 
-    def hold(self, window: CacheWindow) -> None:
-        """Keep what the pass has written, for later passes."""
-        self._held_BS = self._held_BS | window.written_BS
+    def hold(self, window: CacheWindow, kept_BL: Tensor | None = None) -> None:
+        """Keep what the pass has written, for later passes; with ``kept_BL``, bool, at these positions only."""
+        written_BS = window.written_BS
+        if kept_BL is not None:
+            slots_BL = window.slots_BL.where(kept_BL, self._padding_slot)
+            written_BS = written_BS & torch.zeros_like(written_BS).scatter_(1, slots_BL, True)
+        self._held_BS = self._held_BS | written_BS

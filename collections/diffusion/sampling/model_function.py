@@ -76,3 +76,26 @@ class CachedDenoiser(Protocol):
             Logits [B, V] of the last given position of each row; they are read with ``right_shift`` only.
         """
         ...
+
+    def score_and_keep(
+        self,
+        tokens_BL: Tensor,
+        positions_BL: Tensor,
+        cache: Any,
+        rows_N: Tensor,
+        columns_N: Tensor,
+        *,
+        key_mask_BL: Tensor,
+        kept_BL: Tensor,
+    ) -> Tensor:
+        """One pass as of ``denoise`` whose keys and values the cache keeps in part; for ``approximate_delayed`` only.
+
+        Args:
+            tokens_BL, positions_BL, cache, key_mask_BL: as for ``denoise``.
+            rows_N, columns_N: int64, the entries of ``tokens_BL`` to score.
+            kept_BL: bool, the positions whose keys and values later passes see, replacing what the cache holds.
+
+        Returns:
+            Logits [N, V] of the named entries.
+        """
+        ...

@@ -1,7 +1,9 @@
-"""Which predictions of a step are committed.
+"""Which predictions of a step are committed. They are judged on the model's device, and chosen among on the CPU.
 
 Shape letters: B rows, T canvas positions, N scored positions of all rows in row-major order.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,35 +13,66 @@ from nemo_dllm.collections.diffusion.sampling.noise import gumbel
 from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES, Predictions
 
 
-def select_commits(
-    predictions: Predictions, scored_BT: Tensor, candidates_BT: Tensor, quota_B: Tensor, config: SamplerConfig
-) -> Tensor:
-    """The candidates to commit: the ``quota_B`` best of each row by policy, and all that are sure enough.
+class Judged(NamedTuple):
+    """Predictions as far as the choice among them needs; on the CPU.
 
-    Args:
-        predictions: at the scored positions.
-        scored_BT: bool, where predictions were made.
-        candidates_BT: bool, those of them that may be committed.
-        quota_B: int64, tokens to commit at least, as far as there are candidates.
-        config: remasking, threshold and factor are read.
+    Attributes:
+        tokens_N: int64, the token chosen at each position.
+        scores_N: float, by remasking policy; the highest are committed first.
+        probability_N: float32, the model's probability of each chosen token.
+    """
 
-    Returns:
-        bool [B, T].
+    tokens_N: Tensor
+    scores_N: Tensor
+    probability_N: Tensor
+
+
+def judge(predictions: Predictions, config: SamplerConfig) -> Judged:
+    """Score predictions and bring them to the CPU: the one time in a step that it waits for the device.
+
+    Raises:
+        ValueError: the model's logits leave no token to choose: there are NaN among them, or no finite one.
     """
     scores_N = REMASKING_POLICIES[config.remasking](predictions)
     if config.remasking_temperature > 0:
         # The largest of score / T plus Gumbel noise are a draw without replacement (Kool et al. 2019).
         noise_N = gumbel(predictions.draw_uniform_N().double())
         scores_N = scores_N / config.remasking_temperature + noise_N
+    probability_N = predictions.chosen_probability()
+    # float64 holds every token id, and float32 without rounding.
+    moved_3N = torch.stack([values.double() for values in (predictions.tokens_N, scores_N, probability_N)]).cpu()
+    if moved_3N[2].isnan().any():
+        raise ValueError(
+            "the model's logits are NaN, or -inf for every token that may be chosen; check its weights, and its dtype: "
+            "float16 overflows where bfloat16 does not"
+        )
+    return Judged(moved_3N[0].long(), moved_3N[1].to(scores_N.dtype), moved_3N[2].float())
+
+
+def select_commits(
+    judged: Judged, scored_BT: Tensor, candidates_BT: Tensor, quota_B: Tensor, config: SamplerConfig
+) -> Tensor:
+    """The candidates to commit: the ``quota_B`` best of each row by policy, and all that are sure enough.
+
+    Args:
+        judged: what was predicted at the scored positions.
+        scored_BT: bool, where predictions were made.
+        candidates_BT: bool, those of them that may be committed.
+        quota_B: int64, tokens to commit at least, as far as there are candidates.
+        config: threshold, factor and quirks are read.
+
+    Returns:
+        bool [B, T].
+    """
     if config.quirks.topk_ties:
-        selected_BT = _topk(_spread(scores_N, scored_BT, candidates_BT), quota_B)
+        selected_BT = _topk(_spread(judged.scores_N, scored_BT, candidates_BT), quota_B)
     else:
-        selected_BT = _ranks(scores_N, scored_BT, candidates_BT) < quota_B[:, None]
+        selected_BT = _ranks(judged.scores_N, scored_BT, candidates_BT) < quota_B[:, None]
     sure_enough = {"threshold": _above_threshold, "factor": _within_factor}
     for field, rule in sure_enough.items():
         bound = getattr(config, field)
         if bound is not None:
-            selected_BT = selected_BT | rule(predictions.chosen_probability(), scored_BT, candidates_BT, bound)
+            selected_BT = selected_BT | rule(judged.probability_N, scored_BT, candidates_BT, bound)
     return selected_BT & candidates_BT
 
 

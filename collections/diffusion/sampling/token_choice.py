@@ -4,6 +4,7 @@ Shape letters: N scored positions of all rows in row-major order, V vocabulary.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,15 +27,28 @@ def check_token_ids(config: SamplerConfig, mask_token_id: int, vocabulary: int) 
                     f"{field}: {token_id} is outside the model's vocabulary of {vocabulary}; "
                     f"choose an id from 0 to {vocabulary - 1}"
                 )
-    if len({mask_token_id, *config.suppress_token_ids, *config.begin_suppress_token_ids}) >= vocabulary:
+    first = config.begin_suppress_token_ids
+    if config.min_new_tokens > 0:
+        first = (*first, *config.end_token_ids)
+    if len({mask_token_id, *config.suppress_token_ids, *first}) >= vocabulary:
         raise ValueError(
-            f"suppress_token_ids, begin_suppress_token_ids and the mask token are the whole vocabulary of {vocabulary};"
-            " leave a token to choose"
+            f"suppress_token_ids, begin_suppress_token_ids, end tokens with min_new_tokens={config.min_new_tokens} "
+            f"and the mask token are the whole vocabulary of {vocabulary}; leave a token to choose"
         )
+
+
+@lru_cache(maxsize=64)
+def token_columns(token_ids: tuple[int, ...], vocabulary: int, device: torch.device) -> Tensor:
+    """Bool [V], True at some tokens. Kept, because to bring it to the device makes the CPU wait."""
+    columns_V = torch.zeros(vocabulary, dtype=torch.bool)
+    columns_V[list(token_ids)] = True
+    return columns_V.to(device)
 
 
 def restrict_logits(logits_NV: Tensor, ordinals_N: Tensor, mask_token_id: int, config: SamplerConfig) -> Tensor:
     """Float32 logits in which forbidden tokens are -inf, and the end token pays its penalty.
+
+    Infinite ones, to which half precision overflows, become the largest finite number: they stay above all others.
 
     Args:
         logits_NV: as the model gives them; left alone.
@@ -42,22 +56,23 @@ def restrict_logits(logits_NV: Tensor, ordinals_N: Tensor, mask_token_id: int, c
         mask_token_id: forbidden, but for a quirk.
         config: suppressed tokens, ``min_new_tokens``, ``eos_penalty`` and quirks are read.
     """
-    allowed_NV = logits_NV.to(torch.float32, copy=True)
+    vocabulary, device = logits_NV.shape[-1], logits_NV.device
+    allowed_NV = logits_NV.to(torch.float32, copy=True).clamp_(max=torch.finfo(torch.float32).max)
     if config.eos_penalty and config.eos_token_id is not None:
         allowed_NV[:, config.eos_token_id] -= config.eos_penalty
-    forbidden = list(config.suppress_token_ids)
+    forbidden = config.suppress_token_ids
     if not config.quirks.mask_token_allowed:
-        forbidden.append(mask_token_id)
-    allowed_NV[:, forbidden] = -torch.inf
+        forbidden = (*forbidden, mask_token_id)
+    if forbidden:
+        allowed_NV.masked_fill_(token_columns(forbidden, vocabulary, device), -torch.inf)
     eos = () if config.eos_token_id is None else (config.eos_token_id,)
     early = [((*eos, *config.stop_token_ids), config.min_new_tokens)]
     if not config.quirks.begin_suppress_by_confidence:
         early.append((config.begin_suppress_token_ids, 1))
     for token_ids, positions in early:
         if token_ids and positions:
-            columns_NV = torch.zeros_like(allowed_NV, dtype=torch.bool)
-            columns_NV[:, list(token_ids)] = (ordinals_N < positions)[:, None]
-            allowed_NV.masked_fill_(columns_NV, -torch.inf)
+            columns_V = token_columns(token_ids, vocabulary, device)
+            allowed_NV.masked_fill_(columns_V & (ordinals_N < positions)[:, None], -torch.inf)
     return allowed_NV
 
 
@@ -80,7 +95,8 @@ def temper(logits_NV: Tensor, config: SamplerConfig) -> Tensor:
     """Logits after temperature, then top-k, then top-p, in float64; temperature 0 leaves their scale."""
     tempered_NV = logits_NV.double()
     if config.temperature > 0:
-        tempered_NV = tempered_NV / config.temperature
+        # Below the best, so that a temperature next to 0 takes the others to -inf and not several to +inf.
+        tempered_NV = (tempered_NV - tempered_NV.amax(dim=-1, keepdim=True)) / config.temperature
     if config.top_k is not None:
         tempered_NV = keep_top_k(tempered_NV, config.top_k)
     if config.top_p is not None:

@@ -1,0 +1,101 @@
+"""Caches for models that attend in both directions: keys and values grow stale while the canvas around them fills up.
+
+Scorers as of ``scoring``. Shape letters: B rows, T canvas positions, L positions of one pass, N scored positions, V
+vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, gather_window, on_device
+from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
+
+
+class ApproximateCache:
+    """Positions outside the block at hand keep the keys and values that they had when the block began.
+
+    Wu et al. 2025, Fast-dLLM: "prefix" keeps what is before the block, "dual" what is after it as well.
+    """
+
+    def __init__(self, model: CachedDenoiser, canvas: Canvas, right_shift: bool, *, keep_suffix: bool):
+        self._model, self._canvas, self._right_shift = model, canvas, right_shift
+        self._keep_suffix = keep_suffix
+        self._positions_BT = canvas.positions_BT
+        self._cache = model.new_cache(*canvas.keys_BT.shape)
+        self._block_B = None
+
+    def __call__(self, tokens_BT: Tensor, active_BT: Tensor, scored_BT: Tensor, device: torch.device) -> Tensor:
+        blocks_BT, keys_BT = self._canvas.blocks_BT, self._canvas.keys_BT
+        none = torch.iinfo(torch.int64).max
+        block_B = blocks_BT.masked_fill(~active_BT, none).amin(dim=1)
+        began_B = block_B != (torch.full_like(block_B, none) if self._block_B is None else self._block_B)
+        self._block_B = block_B
+        # Rows begin their blocks on their own, so that what else is in a batch does not refresh their cache.
+        self._encode(tokens_BT, keys_BT & (began_B & active_BT.any(dim=1))[:, None], device)
+        window_BT = active_BT if self._keep_suffix else keys_BT & (blocks_BT >= block_B[:, None])
+        if self._right_shift:
+            window_BT = window_BT | _left_neighbours(window_BT)
+        window = gather_window(window_BT)
+        given = window.take(tokens_BT, self._positions_BT, device)
+        logits_BLV = self._model.denoise(*given[:2], self._cache, key_mask_BL=given.key_mask_BL)
+        return logits_BLV[_places(scored_BT, window.index_BL, self._right_shift, device)]
+
+    def _encode(self, tokens_BT: Tensor, chosen_BT: Tensor, device: torch.device) -> None:
+        if not chosen_BT.any():
+            return
+        given = gather_window(chosen_BT).take(tokens_BT, self._positions_BT, device)
+        one_block_BL = torch.zeros_like(given.positions_BL)
+        self._model.commit(*given[:2], self._cache, key_mask_BL=given.key_mask_BL, blocks_BL=one_block_BL)
+
+
+class DelayedCache:
+    """A token's keys and values are kept from the pass after the one that chose it, in which it was still a hole.
+
+    Ma et al. 2025, dKV-Cache, its variant Decode. A pass encodes the holes of the whole canvas and the tokens that are
+    new since the last one; every ``refresh_interval``-th pass of a row, the first to begin with, encodes all of it.
+    With a shift, the left neighbours of what is scored are encoded too, and kept as they are then.
+    """
+
+    def __init__(
+        self, model: CachedDenoiser, canvas: Canvas, right_shift: bool, mask_token_id: int, refresh_interval: int
+    ):
+        self._model, self._canvas, self._right_shift = model, canvas, right_shift
+        self._mask_token_id, self._refresh_interval = mask_token_id, refresh_interval
+        self._positions_BT = canvas.positions_BT
+        self._cache = model.new_cache(*canvas.keys_BT.shape)
+        self._encoded_BT = torch.full_like(canvas.blocks_BT, -1)
+        self._passes_B = torch.zeros_like(canvas.blocks_BT[:, 0])
+
+    def __call__(self, tokens_BT: Tensor, active_BT: Tensor, scored_BT: Tensor, device: torch.device) -> Tensor:
+        # A row that waits or is full has no pass: its refreshes do not depend on what it is batched with.
+        live_B = scored_BT.any(dim=1)
+        holes_BT = self._canvas.holes_BT & (tokens_BT == self._mask_token_id)
+        due_BT = holes_BT | scored_BT | (tokens_BT != self._encoded_BT)
+        due_BT = due_BT | (self._passes_B % self._refresh_interval == 0)[:, None]
+        window_BT = due_BT & self._canvas.keys_BT & live_B[:, None]
+        if self._right_shift:
+            window_BT = window_BT | _left_neighbours(scored_BT)
+        window = gather_window(window_BT)
+        given = window.take(tokens_BT, self._positions_BT, device)
+        kept_BL = on_device(~holes_BT.gather(1, window.index_BL) & window.valid_BL, device)
+        rows_N, columns_N = _places(scored_BT, window.index_BL, self._right_shift, device)
+        self._encoded_BT = torch.where(window_BT, tokens_BT, self._encoded_BT)
+        self._passes_B = self._passes_B + live_B
+        return self._model.score_and_keep(
+            *given[:2], self._cache, rows_N, columns_N, key_mask_BL=given.key_mask_BL, kept_BL=kept_BL
+        )
+
+
+def _left_neighbours(chosen_BT: Tensor) -> Tensor:
+    """Positions whose right neighbour is chosen, bool [B, T]."""
+    return torch.cat([chosen_BT[:, 1:], torch.zeros_like(chosen_BT[:, :1])], dim=1)
+
+
+def _places(scored_BT: Tensor, index_BL: Tensor, right_shift: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where in a pass over ``index_BL`` the scored positions have their logits: rows and columns, int64 [N]."""
+    rows_N, positions_N = scored_BT.nonzero(as_tuple=True)
+    if right_shift:
+        positions_N = (positions_N - 1).clamp_min(0)
+    columns_BL = torch.arange(index_BL.shape[1]).expand_as(index_BL)
+    columns_BT = torch.zeros_like(scored_BT, dtype=torch.int64).scatter_(1, index_BL, columns_BL)
+    return on_device(rows_N, device), on_device(columns_BT[rows_N, positions_N], device)
