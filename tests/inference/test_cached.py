@@ -223,6 +223,20 @@ def test_approximate_caches_of_bidirectional_models(denoiser, name, cache):
     assert lists(sample((model, mask), PROMPTS, **fields, steps_per_block=1).sequences) == lists(one_step.sequences)
 
 
+@pytest.mark.parametrize("name", ["a2d_qwen3", "llada", "dream"])
+def test_the_delayed_cache_of_bidirectional_models(denoiser, name):
+    fields = {"right_shift": name == "dream", "block_size": None}
+    delayed, whole = (
+        sample(denoiser(name), PROMPTS, **fields, **cache)
+        for cache in ({"cache": "approximate_delayed", "refresh_interval": 1}, {})
+    )
+    assert lists(delayed.sequences) == lists(whole.sequences)
+    late = sample(denoiser(name), PROMPTS, **fields, cache="approximate_delayed", refresh_interval=4)
+    alone = [sample(denoiser(name), [p], **fields, cache="approximate_delayed", refresh_interval=4) for p in PROMPTS]
+    assert lists(late.sequences) == [one.sequences[0].tolist() for one in alone]
+    assert denoiser(name)[1] not in torch.cat(late.completions) and late.steps == 10
+
+
 def test_infilling_with_a_cache(denoiser):
     model, mask = denoiser("sdar")
     rows = [[7, mask, mask, 9, mask, 3, 4, 5, mask, 6], [1, 2, 3, 4, 5, mask, 7]]
