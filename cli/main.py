@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from nemo_dllm.cli import data
+from nemo_dllm.cli.errors import USAGE, in_options, is_for_users, one_line
 from nemo_dllm.cli.sampling import COMMANDS, REQUIRED, Command, Option, check_alternatives
 
 app = typer.Typer(
@@ -36,10 +37,10 @@ def main() -> None:
     try:
         app()
     except Exception as error:
-        if "--verbose" in sys.argv or not _is_for_users(error):
+        if "--verbose" in sys.argv or not is_for_users(error):
             raise
-        print(f"error: {_one_line(error)}", file=sys.stderr)
-        sys.exit(2)
+        print(f"error: {in_options(one_line(error), _options_of_command(sys.argv[1:]))}", file=sys.stderr)
+        sys.exit(USAGE)
 
 
 @app.command()
@@ -119,7 +120,7 @@ def _sampling_command(command: Command) -> Callable[..., None]:
         try:
             check_alternatives(command, values)
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+            raise typer.BadParameter(in_options(str(error), _options_of_command([command.name]))) from error
         given = {name: None if value is NOTHING else value for name, value in values.items() if value is not None}
         command.run(given, lambda module: _import(module.removeprefix("nemo_dllm."), verbose))
 
@@ -192,22 +193,15 @@ def _import(module: str, verbose: bool) -> ModuleType:
         return importlib.import_module(f"nemo_dllm.{module}")
 
 
-def _is_for_users(error: Exception) -> bool:
-    """Whether one of our checks raised it; any other error is shown with its traceback."""
-    if not isinstance(error, ValueError | OSError):
-        return False
-    traceback = error.__traceback__
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    module = traceback.tb_frame.f_globals.get("__name__", "")
-    return module.partition(".")[0] in ("nemo_dllm", "nemo_run")
-
-
-def _one_line(error: Exception) -> str:
-    """The message, with the place in the recipe where fiddle, which builds recipes, appends a paragraph on it."""
-    message, _, fiddle_context = str(error).partition("\n\nFiddle context:")
-    place = fiddle_context.partition(" at <root>.")[2].partition(" ")[0]
-    return f"{place}: {message}" if place else message
+def _options_of_command(arguments: list[str]) -> dict[str, str]:
+    """How the command that is called calls its parameters."""
+    command = typer.main.get_command(app)
+    for argument in arguments:
+        command = getattr(command, "commands", {}).get(argument, command)
+    return {
+        parameter.name: next((name for name in parameter.opts if name.startswith("--")), parameter.name.upper())
+        for parameter in command.params
+    }
 
 
 for sampling_command in COMMANDS:

@@ -89,7 +89,8 @@ def check_alternatives(command: Command, given: Mapping[str, Any]) -> None:
     """
     both = [name for name in command.alternatives if given.get(name) not in (None, "")]
     if len(both) > 1:
-        raise ValueError(f"{' and '.join(both)} are given; give one of them")
+        named = [f"{name}={given[name]}" for name in both]
+        raise ValueError(f"{' and '.join(named)} are given; give one of them")
 
 
 def sampler_options() -> tuple[Option, ...]:

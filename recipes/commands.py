@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Union, get_args
 
-import nemo_run as run
 from nemo_run.cli.cli_parser import type_parser
 
 from nemo_dllm.cli.sampling import COMMANDS, REQUIRED, Command, Option
 from nemo_dllm.recipes.builder import RECIPES
+from nemo_dllm.recipes.entrypoints import dllm_command
 from nemo_dllm.recipes.plan import plan
 
 
@@ -26,10 +26,8 @@ type_parser.register_parser(types.UnionType)(_parse_union)
 type_parser.register_parser(collections.abc.Sequence)(type_parser.parse_list)
 
 
-@run.cli.entrypoint(
+@dllm_command(
     name="plan",
-    namespace="dllm",
-    enable_executor=False,
     help="Tell whether a recipe fits: recipe=NAME gpus=8 memory=80",
 )
 def print_plan(recipe: str, gpus: int = 8, memory: float = 80.0) -> None:
@@ -41,7 +39,7 @@ def print_plan(recipe: str, gpus: int = 8, memory: float = 80.0) -> None:
     print(plan(recipe, gpus, memory))
 
 
-@run.cli.entrypoint(namespace="dllm", enable_executor=False, help="List the names that --factory takes")
+@dllm_command(help="List the names that --factory takes")
 def recipes() -> None:
     """Print every recipe's name and what it does."""
     width = max(map(len, RECIPES))
@@ -80,10 +78,8 @@ def _usage(command: Command) -> str:
 
 
 for sampling_command in COMMANDS:
-    run.cli.entrypoint(
+    dllm_command(
         _sampling_command(sampling_command),
         name=sampling_command.name,
-        namespace="dllm",
-        enable_executor=False,
         help=_usage(sampling_command),
     )

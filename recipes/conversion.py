@@ -10,6 +10,7 @@ import nemo_run as run
 from nemo_dllm.connectors.conversion import diffusion_model, import_checkpoint
 from nemo_dllm.connectors.engines import export_for_engine
 from nemo_dllm.connectors.hf_export import export_hf_checkpoint
+from nemo_dllm.recipes.entrypoints import dllm_command
 from nemo_dllm.recipes.verification import verify_and_print
 
 
@@ -35,10 +36,8 @@ def bd3lm(path: str, mask_token_id: int | None = None, block_size: int | None = 
     return run.Config(diffusion_model, path, "bd3lm", mask_token_id=mask_token_id, block_size=block_size)
 
 
-@run.cli.entrypoint(
+@dllm_command(
     name="import",
-    namespace="dllm",
-    enable_executor=False,
     help="Hugging Face folder to NeMo checkpoint: source=FOLDER output_path=FOLDER",
 )
 def import_hf(
@@ -58,10 +57,8 @@ def import_hf(
     print(f"imported: {import_checkpoint(source, output_path, **options)}")
 
 
-@run.cli.entrypoint(
+@dllm_command(
     name="export",
-    namespace="dllm",
-    enable_executor=False,
     help="NeMo checkpoint to Hugging Face folder: path=CHECKPOINT output_path=FOLDER; "
     "--for sglang or lmdeploy: what that engine loads, from either",
 )
@@ -95,9 +92,7 @@ def _with_for(execute: Callable[..., None]) -> Callable[..., None]:
 export_hf.cli_entrypoint._execute_simple = _with_for(export_hf.cli_entrypoint._execute_simple)
 
 
-@run.cli.entrypoint(
-    namespace="dllm", enable_executor=False, help="Compare a conversion: hf_path=FOLDER checkpoint=CHECKPOINT"
-)
+@dllm_command(help="Compare a conversion: hf_path=FOLDER checkpoint=CHECKPOINT")
 def verify(hf_path: str, checkpoint: str, tolerance: float = 1e-3) -> None:
     """Compare weights and logits of a checkpoint with a Hugging Face checkpoint; exit code 1 where they differ.
 

@@ -4,11 +4,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import nemo_run as run
-
 from nemo_dllm.collections.diffusion.data.indexed import check_corpus
 from nemo_dllm.collections.diffusion.data.preprocess import preprocess
 from nemo_dllm.collections.diffusion.data.show import show_files
+from nemo_dllm.recipes.entrypoints import dllm_command
 
 NAMESPACE = "dllm.data"
 # Of parameters that are annotated with more than a command line can give.
@@ -47,11 +46,10 @@ def _register(name: str, function: Callable, summary: str, show: Callable[[Any],
     command.__name__ = command.__qualname__ = name
     command.__signature__ = inspect.Signature(parameters)
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    run.cli.entrypoint(
+    dllm_command(
         command,
         name=name,
         namespace=NAMESPACE,
-        enable_executor=False,
         help=f"{usage} (nemo-dllm data {name} --help explains them)",
     )
 

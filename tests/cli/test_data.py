@@ -96,13 +96,13 @@ def test_chats_are_shown_on_the_terminal_and_as_a_page(folder, run):
             "error: [Errno 20] Not a directory while",
         ),
         (["check", "corpora/other", "--tokenizer=tokenizer"], "error: 'corpora/other.bin' does not exist;"),
-        (["check", "corpora/squares", "--tokenizer=./absent"], "error: tokenizer='./absent' does not exist;"),
+        (["check", "corpora/squares", "--tokenizer=./absent"], "error: --tokenizer='./absent' does not exist;"),
         (
             ["check", "corpora/squares", "--tokenizer=corpora"],
-            "error: tokenizer='corpora' is neither a folder with tok",
+            "error: --tokenizer='corpora' is neither a folder with tok",
         ),
         (["show", "questions.jsonl", "--tokenizer=tokenizer"], "error: the tokenizer has no chat template; pass"),
-        (["show", "corpora/squares", "--tokenizer=tokenizer", "--time=2"], "error: time=2.0 must be in [0, 1];"),
+        (["show", "corpora/squares", "--tokenizer=tokenizer", "--time=2"], "error: --time=2.0 must be in [0, 1];"),
     ],
 )
 def test_errors_are_one_line(corpus, run, arguments, message):

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import fiddle as fdl
 import pytest
@@ -51,35 +52,35 @@ finally:
 
 @pytest.fixture
 def run_main(monkeypatch):
-    """Runs the command with something else in the place of its commands."""
+    """Runs ``nemo-dllm generate`` with something else in the place of what it does."""
 
-    def run(command, *arguments):
-        monkeypatch.setattr(sys, "argv", ["nemo-dllm", *arguments])
-        monkeypatch.setattr(cli, "app", command)
+    def run(does, *arguments):
+        monkeypatch.setattr(sys, "argv", ["nemo-dllm", "generate", ".", "--prompt", "a", *arguments])
+        monkeypatch.setattr(cli, "_import", lambda *_: SimpleNamespace(generate=lambda **_: does()))
         cli.main()
 
     return run
 
 
-def test_what_a_user_can_mend_is_one_line(run_main, capsys):
+def test_what_a_user_can_mend_is_one_line_that_names_the_option(run_main, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_main(lambda: SamplerConfig(top_k=0))
-    assert capsys.readouterr().err == ("error: top_k=0 must be at least 1; leave it None to sample from all tokens\n")
+    assert capsys.readouterr().err == "error: --top-k=0 must be at least 1; leave it None to sample from all tokens\n"
 
 
 def test_an_error_in_a_recipe_says_where(run_main, capsys):
     with pytest.raises(SystemExit, match="2"):
-        run_main(lambda: fdl.build(fdl.Config(dict, data=fdl.Config(SamplerConfig, top_k=0))))
-    assert capsys.readouterr().err.startswith("error: data: top_k=0 must be at least 1;")
+        run_main(lambda: fdl.build(fdl.Config(dict, data=fdl.Config(SamplerConfig, max_length=0))))
+    assert capsys.readouterr().err.startswith("error: data: --max-length=0 must be at least 1;")
 
 
 @pytest.mark.parametrize(
-    "command, arguments",
+    "does, arguments",
     [(lambda: SamplerConfig(top_k=0), ["--verbose"]), (lambda: json.loads("{"), []), (lambda: {}["key"], [])],
 )
-def test_all_else_keeps_its_traceback(run_main, command, arguments):
+def test_all_else_keeps_its_traceback(run_main, does, arguments):
     with pytest.raises((ValueError, KeyError)):
-        run_main(command, *arguments)
+        run_main(does, *arguments)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_what_is_given_reaches_the_function():
     Command("speak", "", "somewhere", own, samples=False).run({"path": "a", "loud": True}, load)
     assert recorder.arguments == {"path": "a", "loud": True}
     twins = Command("speak", "", "somewhere", own, alternatives=("path", "loud"))
-    with pytest.raises(ValueError, match="path and loud are given; give one of them"):
+    with pytest.raises(ValueError, match="path=a and loud=True are given; give one of them"):
         twins.run({"path": "a", "loud": True}, load)
 
 

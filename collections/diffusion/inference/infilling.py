@@ -88,7 +88,10 @@ def infill(
     if text_file is not None:
         text = read_utf8(Path(text_file))
     if text is None and prefix is None:
-        raise ValueError("there is nothing to fill in; give text or text_file with <mask> in it, or prefix and suffix")
+        raise ValueError(
+            "there is nothing to fill in; give text=TEXT or text_file=FILE with <mask> in it, or prefix=TEXT and "
+            "suffix=TEXT"
+        )
     if length < 1:
         raise ValueError(f"length={length} must be at least 1")
     parts = parse_gaps(text, length) if text is not None else [p for p in (prefix, length, suffix) if p != ""]

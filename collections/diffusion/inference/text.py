@@ -106,7 +106,9 @@ def generate(
     prompts = [prompt] if prompt_file is None else read_prompts(Path(prompt_file))
     in_lines = output is not None or num_samples > 1 or (prompt_file and Path(prompt_file).suffix == JSON_LINES)
     if in_lines and (stream or watch or replay):
-        raise ValueError("stream, watch and replay follow a single text; leave them out, or give a single prompt")
+        raise ValueError(
+            "stream=True, watch=True and replay=FILE follow a single text; leave them out, or give a single prompt"
+        )
     if output is not None and not Path(output).absolute().parent.is_dir():
         raise FileNotFoundError(f"output={output} is in a folder that does not exist; make it first")
     watch = False if stream or in_lines else watch

@@ -26,6 +26,7 @@ from nemo_dllm.collections.diffusion.sampling.scoring import (
     CommittedBlocks,
     Guided,
     Scorer,
+    WholeCanvas,
     build_scorer,
 )
 from nemo_dllm.collections.diffusion.sampling.stopping import Decode, TextEnds
@@ -84,7 +85,11 @@ class RollingBatch:
     @property
     def is_elastic(self) -> bool:
         """Whether rows can join and leave; those in a cache of the model's own kind cannot be moved."""
-        return all(isinstance(cache, KVCache) for cache in _caches(self._run.score))
+        return all(
+            type(scorer) is WholeCanvas
+            or (type(scorer) in (CommittedBlocks, ApproximateCache) and isinstance(scorer._cache, KVCache))
+            for scorer in _branches(self._run.score)
+        )
 
     @property
     def is_open(self) -> bool:
@@ -167,16 +172,15 @@ def _progress(kept: Sequence[_Kept]) -> Progress:
 
 def _fill_scorer(scorer: Scorer, kept: Sequence[_Kept], positions: int) -> None:
     """Give a new scorer what others have kept for their rows."""
-    if isinstance(scorer, Guided):
-        _fill_scorer(scorer._conditional, [part.part(lambda s: s._conditional) for part in kept], positions)
-        _fill_scorer(scorer._unconditional, [part.part(lambda s: s._unconditional) for part in kept], positions)
-    elif isinstance(scorer, CommittedBlocks):
-        scorer._committed_BT = _stack(((s._committed_BT, places) for s, places in kept), positions)
-        scorer._last_BV = _last_logits(kept)
-    elif isinstance(scorer, ApproximateCache):
-        scorer._block_B = torch.cat([s._block_B[places] for s, places in kept])
-    if isinstance(scorer, CommittedBlocks | ApproximateCache):
-        _fill_cache(scorer._cache, [part.part(lambda s: s._cache) for part in kept], positions + 1)
+    branches = [[_Kept(branch, places) for branch in _branches(s)] for s, places in kept]
+    for branch, parts in zip(_branches(scorer), zip(*branches, strict=True), strict=True):
+        if isinstance(branch, CommittedBlocks):
+            branch._committed_BT = _stack(((s._committed_BT, places) for s, places in parts), positions)
+            branch._last_BV = _last_logits(parts)
+        elif isinstance(branch, ApproximateCache):
+            branch._block_B = torch.cat([s._block_B[places] for s, places in parts])
+        if not isinstance(branch, WholeCanvas):
+            _fill_cache(branch._cache, [part.part(lambda s: s._cache) for part in parts], positions + 1)
 
 
 def _last_logits(kept: Sequence[_Kept]) -> Tensor | None:
@@ -209,7 +213,6 @@ def _stack(parts: Iterable[tuple[Tensor, list[int]]], columns: int) -> Tensor:
     return whole_BC
 
 
-def _caches(scorer: Scorer) -> list[Any]:
-    if isinstance(scorer, Guided):
-        return [*_caches(scorer._conditional), *_caches(scorer._unconditional)]
-    return [scorer._cache] if isinstance(scorer, CommittedBlocks | ApproximateCache) else []
+def _branches(scorer: Scorer) -> list[Scorer]:
+    """Guidance has two scorers with a state of their own."""
+    return [scorer._conditional, scorer._unconditional] if isinstance(scorer, Guided) else [scorer]

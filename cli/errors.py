@@ -1,0 +1,48 @@
+"""Errors that a user can mend, as both command lines show them: one line on standard error, and exit code 2.
+
+All else is a failure: it keeps its traceback where there is one to keep, and ends with exit code 1.
+"""
+
+import re
+from collections.abc import Mapping
+
+USAGE = 2
+"""Exit code of what a user can mend, as shells and the parsers of options have it."""
+
+
+def is_for_users(error: BaseException) -> bool:
+    """Whether one of our checks raised it, or the reader of arguments."""
+    if type(error).__module__.startswith("nemo_run.cli"):
+        return True
+    if not isinstance(error, ValueError | OSError):
+        return False
+    traceback = error.__traceback__
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    module = traceback.tb_frame.f_globals.get("__name__", "")
+    return module.partition(".")[0] in ("nemo_dllm", "nemo_run")
+
+
+def one_line(error: BaseException) -> str:
+    """The message, with the place in the recipe where fiddle, which builds recipes, appends a paragraph on it."""
+    message, _, fiddle_context = str(error).partition("\n\nFiddle context:")
+    place = fiddle_context.partition(" at <root>.")[2].partition(" ")[0]
+    return f"{place}: {message}" if place else message
+
+
+def in_options(message: str, options: Mapping[str, str]) -> str:
+    """A message about Python arguments in the words of a command line: ``top_k=0`` as ``--top-k=0``.
+
+    Names of one word are words of the language too, so that they count only with a value behind them.
+
+    Args:
+        message: names arguments.
+        options: how the command line calls each of them, such as ``--top-k``.
+    """
+    for name, option in sorted(options.items(), key=lambda pair: -len(pair[0])):
+        if option.startswith("--"):
+            message = re.sub(rf"(?<![\w.-]){name}=True\b", option, message)
+            message = re.sub(rf"(?<![\w.-]){name}=False\b", f"--no-{option[2:]}", message)
+        behind = r"\b" if "_" in name else "(?==)"
+        message = re.sub(rf"(?<![\w.-]){name}{behind}", option, message)
+    return message

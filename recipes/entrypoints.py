@@ -1,0 +1,65 @@
+"""Our commands under ``nemo dllm``, whose errors are those of ``nemo-dllm``."""
+
+import difflib
+import inspect
+import logging
+import sys
+from functools import partial
+
+import nemo_run as run
+from nemo_run.cli.api import Entrypoint
+from nemo_run.cli.cli_parser import CLIException
+from rich.console import Console
+
+from nemo_dllm.cli.errors import USAGE, is_for_users, one_line
+
+
+class _Entrypoint(Entrypoint):
+    """Prints what a user can mend as one line on standard error, with exit code 2; nemo_run has 1 for the rest."""
+
+    def _execute_simple(self, args: list[str], console: Console) -> None:
+        # It logs the errors that it raises as well.
+        parser_log = logging.getLogger(CLIException.__module__)
+        level = parser_log.level
+        parser_log.setLevel(logging.CRITICAL)
+        try:
+            self._check_names(args)
+            super()._execute_simple(args, console)
+        except Exception as error:
+            if not is_for_users(error):
+                raise
+            print(f"error: {_explain(error, args)}", file=sys.stderr)
+            sys.exit(USAGE)
+        finally:
+            parser_log.setLevel(level)
+
+    def _check_names(self, args: list[str]) -> None:
+        """Check that all arguments are NAME=VALUE of known names, and that none is missing."""
+        parameters = inspect.signature(self.fn).parameters
+        given = set()
+        for argument in args:
+            name, is_named, _ = argument.partition("=")
+            if not is_named:
+                raise ValueError(f"{argument} is not NAME=VALUE, as {next(iter(parameters), 'name')}=...")
+            if name not in parameters:
+                near = difflib.get_close_matches(name, parameters, n=3, cutoff=0.6)
+                known = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(parameters)}"
+                raise ValueError(f"{name} is unknown; {known}")
+            given.add(name)
+        for name, parameter in parameters.items():
+            if parameter.default is parameter.empty and name not in given:
+                raise ValueError(f"{name} is missing; add {name}=...")
+
+
+def _explain(error: Exception, args: list[str]) -> str:
+    """One line; nemo_run's own errors are several, about a value that has another type."""
+    if not isinstance(error, CLIException):
+        return one_line(error)
+    at_fault = next((argument for argument in args if argument in (error.arg, *error.context.values())), error.arg)
+    reason = getattr(error, "reason", None)
+    wanted = reason.get("expected_type") if isinstance(reason, dict) else None
+    return f"{at_fault} cannot be read" + (f" as {getattr(wanted, '__name__', wanted)}" if wanted else "")
+
+
+dllm_command = partial(run.cli.entrypoint, namespace="dllm", enable_executor=False, entrypoint_cls=_Entrypoint)
+"""``run.cli.entrypoint`` for a command under ``nemo dllm``."""
