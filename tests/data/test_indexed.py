@@ -8,6 +8,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from nemo_dllm.collections.diffusion.data.indexed import TokenFile, check_corpus
+from nemo_dllm.collections.diffusion.data.pretraining import DocumentStream
 from nemo_dllm.collections.diffusion.data.tokenizer import byte_tokenizer
 
 # Documents of 1, 2 and 1 sequences.
@@ -76,11 +77,51 @@ def damage(tmp_path, suffix, change):
         (".idx", lambda content: b"X" + content[1:], "corpus.idx is not an index of Megatron-LM"),
         (".idx", lambda content: content[:9] + struct.pack("<Q", 2) + content[17:], "version 2 and token type 4"),
         (".idx", lambda content: content[:18] + struct.pack("<Q", 0) + content[26:], "lists no documents"),
+        (".idx", lambda content: content[:-8] + struct.pack("<Q", 3), "documents do not cover its 4 sequences"),
     ],
 )
 def test_damaged_files(tmp_path, suffix, change, message):
     with pytest.raises(ValueError, match=message):
         TokenFile(damage(tmp_path, suffix, change))
+
+
+@pytest.mark.parametrize(
+    "offset, number, message",
+    [
+        (34 + 4, struct.pack("<i", 2), r"corpus.idx: sequence 2 does not begin where it should; write it anew"),
+        (34 + 16 + 8, struct.pack("<q", 2**40), "sequence 1 does not begin"),
+        (34 + 16 + 32 + 8, struct.pack("<q", 4), "document 1 does not begin"),
+    ],
+)
+def test_damage_inside_an_index_is_found_by_the_check(tmp_path, offset, number, message):
+    """Opening reads its ends only."""
+
+    def change(content):
+        return content[:offset] + number + content[offset + len(number) :]
+
+    prefix = damage(tmp_path, ".idx", change)
+    assert TokenFile(prefix).num_tokens == 10
+    with pytest.raises(ValueError, match=message):
+        check_corpus(prefix, byte_tokenizer(tmp_path / "byte"))
+
+
+def test_documents_beyond_four_gigabytes(tmp_path):
+    """In a file with holes: a first document of 3 billion tokens, and a short one behind it."""
+    long = 2**31 - 1
+    builder = IndexedDatasetBuilder(f"{tmp_path / 'corpus'}.bin", dtype=np.uint16)
+    builder.sequence_lengths = np.array([long, long, 3], dtype=np.int32)
+    builder.document_indices = np.array([0, 2, 3])
+    builder.finalize(f"{tmp_path / 'corpus'}.idx")
+    with open(tmp_path / "corpus.bin", "r+b") as file:
+        file.seek(2 * 2 * long)
+        file.write(np.array([7, 8, 9], dtype=np.uint16).tobytes())
+    corpus = TokenFile(tmp_path / "corpus")
+    corpus.check_index()
+    assert [corpus.document_start(document) for document in range(3)] == [0, 2 * long, 2 * long + 3]
+    piece = DocumentStream(corpus, 0, 2, vocab_size=10, bos_token_id=5).read(2 * long - 1, 8)
+    assert piece.tokens.tolist() == [0, 0, 5, 7, 8, 9, 5, 0]
+    assert piece.documents.tolist() == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert piece.is_begin.tolist() == [False, False, True, False, False, False, True, False]
 
 
 def test_missing_files(tmp_path):

@@ -162,10 +162,15 @@ def test_errors(module, build, folder, tmp_path):
         "num_val_rows=0 must be at least 1": {"num_val_rows": 0},
         "2 weights for 1 paths; give one per path": {"weights": [1, 1]},
         r"weights=\[0\] must be positive": {"weights": [0]},
+        r"weights=\[inf\] must be positive": {"weights": [float("inf")]},
+        r"split=\(nan, 1, 0\) must be shares": {"split": (float("nan"), 1, 0)},
+        r"paths=\[\] names no corpus": {"paths": []},
+        "paths has 'x.bin' 2 times; name it once, with the sum of its weights": {"paths": ["x.bin", "y", "./x"]},
+        "validation_paths has 'v' 2 times": {"validation_paths": ["v", "v"]},
     }
     for message, fields in cases.items():
         with pytest.raises(ValueError, match=message):
-            module.PretrainingDataModule("x", "y", **fields)
+            module.PretrainingDataModule(**{"paths": "x", "tokenizer": "y", **fields})
     with pytest.raises(FileNotFoundError, match=r"nowhere.bin' does not exist"):
         build(paths=["nowhere"])
     with pytest.raises(ValueError, match="too few for one sequence of seq_length=512; change `split`"):

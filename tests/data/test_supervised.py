@@ -75,13 +75,15 @@ def test_bad_rows_up_to_the_limit(file, tokenizer):
     assert found == [
         (8, "there are no fields messages"),
         (9, "broken JSON"),
-        (10, "turn 1"),
+        (10, "turn 1 of the assistant is empty"),
         (11, "has half of a surrogate pair"),
     ]
-    with pytest.raises(ValueError, match=r"(?s)more than max_bad_rows=1 rows cannot be used.*a.jsonl:9: broken JSON"):
+    with pytest.raises(
+        ValueError, match=r"(?s)2 rows cannot be used, more than max_bad_rows=1;.*a.jsonl:9: broken JSON"
+    ):
         encode_supervised(find_sources([file]), encoder_of(tokenizer), max_bad_rows=1)
     file.write_text("{}")
-    with pytest.raises(ValueError, match=r"(?s)a.jsonl hold no usable row. The first ones:\n.*a.jsonl:1: there are no"):
+    with pytest.raises(ValueError, match=r"(?s)a.jsonl: no row of 1 inputs can be used\n.*a.jsonl:1: there are no"):
         encode_supervised(find_sources([file]), encoder_of(tokenizer))
     with pytest.raises(
         ValueError, match="is of format text, whose rows have no fields; known: jsonl, parquet, dataset"

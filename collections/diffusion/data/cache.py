@@ -1,11 +1,15 @@
 """A content-addressed cache of folders that processes may fill at the same time."""
 
+import errno
 import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def content_key(parts: Iterable[str | bytes]) -> str:
@@ -21,6 +25,19 @@ def content_key(parts: Iterable[str | bytes]) -> str:
     return digest.hexdigest()[:32]
 
 
+@contextmanager
+def full_disk_named(folder: Path) -> Iterator[None]:
+    """Say of a full disk, or a used-up quota, where it is."""
+    try:
+        yield
+    except OSError as error:
+        # numpy's own has no number, only how much it wrote.
+        if type(error) is not OSError or error.errno not in (None, *_FULL):
+            raise
+        number = error.errno or errno.ENOSPC
+        raise OSError(number, f"{os.strerror(number)} while writing in '{folder}': make room there") from error
+
+
 def write_folder(folder: Path, write: Callable[[Path], None]) -> Path:
     """Write a folder so that it appears complete or not at all.
 
@@ -30,12 +47,14 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> Path:
 
     Raises:
         FileExistsError: the folder exists, or another process finished it first. Its content is left as it is.
+        OSError: the disk is full; nothing of the folder stays.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
     unfinished.mkdir()
     try:
-        write(unfinished)
+        with full_disk_named(folder.parent):
+            write(unfinished)
         try:
             os.rename(unfinished, folder)
         except OSError as error:

@@ -61,7 +61,7 @@ def read_conversation(row: Mapping[str, Any], columns: Mapping[str, str] | None 
         raise ValueError("there is no turn of the assistant")
     for turn in answered:
         if not messages[turn]["content"].strip() and not messages[turn].get("tool_calls"):
-            raise ValueError(f"turn {turn}, the assistant's, is empty")
+            raise ValueError(f"turn {turn} of the assistant is empty")
     return Conversation(messages[: answered[-1] + 1], fields.get("tools") or None)
 
 
@@ -110,7 +110,7 @@ def _message(message: Any, turn: int) -> dict[str, Any]:
         raise ValueError(f"turn {turn} is {type(message).__name__}, not a message")
     given = {name: value for name, value in message.items() if value is not None}
     role = given.pop("role", None) or given.pop("from", None)
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"turn {turn} has the role {role!r}; known: {', '.join(ROLES)}")
     content = given.pop("content", None)
     content = given.pop("value", "") if content is None else content

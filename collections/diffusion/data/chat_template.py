@@ -19,6 +19,7 @@ LOSS_TURNS = ("all", "last")
 
 # Of Unicode's private use area.
 _PROBE = "\ue000"
+_QUESTION = Conversation([{"role": "user", "content": "?"}])
 _SPACE = re.compile(r"\s+")
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -41,7 +42,7 @@ class ChatTemplate:
         template_arguments: further variables of the template, e.g. {"enable_thinking": False}.
 
     Raises:
-        ValueError: `loss_turns` is unknown, or there is no template.
+        ValueError: `loss_turns` is unknown, there is no template, or it is not Jinja.
         FileNotFoundError: `chat_template` is the path of a file that does not exist.
     """
 
@@ -64,6 +65,7 @@ class ChatTemplate:
         longest_first = sorted(self._special_tokens, key=len, reverse=True)
         # White space between the words and the token that ends the turn has to be generated too.
         self._turn_end = re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest_first))})")
+        self._check_syntax()
 
     def render(self, conversation: Conversation) -> Rendered:
         """The conversation up to the end of its last answer, with a span per answer, its end token included.
@@ -88,11 +90,21 @@ class ChatTemplate:
         """Whether a text of this template ends with a special token."""
         return self.jinja != "" and text.rstrip().endswith(self._special_tokens)
 
+    def _check_syntax(self) -> None:
+        """A template that no row can pass is not a matter of rows."""
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            self._render(_QUESTION)
+        except ValueError as error:
+            if isinstance(error.__cause__, TemplateSyntaxError):
+                cause = error.__cause__
+                raise ValueError(f"the chat template is not Jinja: {cause.message} in line {cause.lineno}") from cause
+
     def _render(self, conversation: Conversation, **arguments: Any) -> str:
         return self._render_template(conversation, **arguments)[0][0]
 
     def _render_template(self, conversation: Conversation, **arguments: Any) -> tuple[list[str], list]:
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -102,7 +114,7 @@ class ChatTemplate:
                 chat_template=self.jinja,
                 **{**self.tokenizer.special_tokens_map, **self.template_arguments, **arguments},
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except Exception as error:  # The template is a program of its author's.
             raise ValueError(f"the chat template fails: {error}") from error
 
     def _render_marked(self, conversation: Conversation) -> Rendered:
@@ -152,10 +164,9 @@ class ChatTemplate:
     @functools.cached_property
     def _generation_header(self) -> str:
         """The prompt for a turn of the assistant, without what `template_arguments` add; empty if there is none."""
-        question = Conversation([{"role": "user", "content": "?"}])
         bare = ChatTemplate(self.tokenizer, self.jinja)
         try:
-            plain, prompt = bare._render(question), bare._render(question, add_generation_prompt=True)
+            plain, prompt = bare._render(_QUESTION), bare._render(_QUESTION, add_generation_prompt=True)
         except ValueError:  # a template that needs more than a question
             return ""
         return prompt.removeprefix(plain) if prompt.startswith(plain) else ""

@@ -1,16 +1,23 @@
 """Parquet files and Hugging Face datasets, whose rows have columns and can be read from anywhere."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from nemo_dllm.collections.diffusion.data.parts import Part, Record, Row, text_row
 from nemo_dllm.collections.diffusion.data.sources import Source, load_dataset
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 def parquet_parts(source: Source, part_bytes: int) -> Iterator[Part]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(source.name) as file:
+        names = file.schema_arrow.names
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{source.name}: has several columns of the name {', '.join(repeated)}; rename them")
         groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
     first_group, first_row, num_rows, size = 0, 1, 0, 0
     for index, group in enumerate(groups):
@@ -46,20 +53,31 @@ def parquet_rows(part: Part, text_field: str) -> Iterator[Row]:
 
     with parquet.ParquetFile(part.source) as file:
         column = file.read_row_groups(list(range(*part.span)), columns=[text_field]).column(0)
-    return _column_rows(part, column.to_pylist(), text_field)
+    values = enumerate(_values(column), start=part.first_row)
+    return (
+        Row(number, None, _not_utf8(value))
+        if isinstance(value, UnicodeDecodeError)
+        else text_row(number, value, text_field)
+        for number, value in values
+    )
 
 
 def dataset_rows(part: Part, text_field: str) -> Iterator[Row]:
     dataset = load_dataset(part.source, part.split).select_columns([text_field])
-    return _column_rows(part, dataset[slice(*part.span)][text_field], text_field)
+    values = enumerate(dataset[slice(*part.span)][text_field], start=part.first_row)
+    return (text_row(number, value, text_field) for number, value in values)
 
 
 def parquet_records(part: Part) -> Iterator[Record]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(part.source) as file:
-        fields = file.read_row_groups(list(range(*part.span))).to_pylist()
-    return itertools.starmap(Record, enumerate(fields, start=part.first_row))
+        table = file.read_row_groups(list(range(*part.span)))
+    rows = enumerate(_values(table.to_struct_array()), start=part.first_row)
+    return (
+        Record(number, None, _not_utf8(fields)) if isinstance(fields, UnicodeDecodeError) else Record(number, fields)
+        for number, fields in rows
+    )
 
 
 def dataset_records(part: Part) -> Iterator[Record]:
@@ -67,5 +85,14 @@ def dataset_records(part: Part) -> Iterator[Record]:
     return itertools.starmap(Record, enumerate(rows, start=part.first_row))
 
 
-def _column_rows(part: Part, values: Sequence[object], text_field: str) -> Iterator[Row]:
-    return (text_row(number, value, text_field) for number, value in enumerate(values, start=part.first_row))
+def _values(column: "pa.ChunkedArray") -> Iterator[object]:
+    """Python's values; an error in the place of what is declared as text and is none, which no writer checks."""
+    for scalar in column:
+        try:
+            yield scalar.as_py()
+        except UnicodeDecodeError as error:
+            yield error
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8, byte 0x{error.object[error.start]:02x} at place {error.start + 1} of a field"

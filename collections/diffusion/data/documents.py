@@ -38,7 +38,7 @@ def check_text_column(sources: Sequence[Source], text_field: str) -> None:
         read_columns = _READERS[source.format].columns
         if read_columns is None:
             continue
-        with _naming(source):
+        with _naming(source.name, source.format):
             columns = read_columns(source)
         if text_field not in columns:
             problems.append(f"{source.name} has {', '.join(columns)}")
@@ -55,13 +55,18 @@ def parts_of(source: Source, part_bytes: int) -> Iterator[Part]:
     Raises:
         ValueError: the file is damaged; names the file.
     """
-    with _naming(source):
+    with _naming(source.name, source.format):
         yield from _READERS[source.format].parts(source, part_bytes)
 
 
 def rows_of(part: Part, text_field: str) -> Iterator[Row]:
-    """The rows of a part, blank lines left out."""
-    return _READERS[part.format].rows(part, text_field)
+    """The rows of a part, blank lines left out.
+
+    Raises:
+        ValueError: the file is damaged; names the file.
+    """
+    with _naming(part.source, part.format):
+        yield from _READERS[part.format].rows(part, text_field)
 
 
 def records_of(source: Source, part_bytes: int = 2**22) -> Iterator[Record]:
@@ -74,17 +79,22 @@ def records_of(source: Source, part_bytes: int = 2**22) -> Iterator[Record]:
     if read is None:
         known = ", ".join(name for name, reader in _READERS.items() if reader.records)
         raise ValueError(f"{source.name}: is of format {source.format}, whose rows have no fields; known: {known}")
-    return (record for part in parts_of(source, part_bytes) for record in read(part))
+    for part in parts_of(source, part_bytes):
+        with _naming(part.source, part.format):
+            yield from read(part)
 
 
 @contextlib.contextmanager
-def _naming(source: Source) -> Iterator[None]:
+def _naming(name: str, format: str) -> Iterator[None]:
     import pyarrow as pa
 
     try:
         yield
-    except (OSError, pa.ArrowInvalid) as error:
-        raise ValueError(f"{source.name}: cannot be read as {source.format}: {error}") from error
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(
+            f"{name}: cannot be read as {format}: {str(error).rstrip('.')}; it is damaged, or something else: mend it, "
+            "or leave it out"
+        ) from error
 
 
 _READERS = {

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nemo_dllm.collections.diffusion.data.bad_rows import BadRow, bad_row
 from nemo_dllm.collections.diffusion.data.cache import write_folder
 from nemo_dllm.collections.diffusion.data.documents import rows_of
 from nemo_dllm.collections.diffusion.data.parts import Part, Row
@@ -20,17 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHARACTERS_PER_CALL = 2**19
-
-
-class BadRow(NamedTuple):
-    """A row that cannot be used. `row` counts from 1 and is the line in files of lines."""
-
-    source: str
-    row: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.source}:{self.row}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -117,7 +107,7 @@ def _write_part(part: Part, folder: Path, options: EncodeOptions) -> PartReport:
     lengths, bad_rows, empty, characters = [], [], 0, 0
     with open(folder / "tokens.bin", "wb") as file:
         for rows in _batches(rows_of(part, options.text_field)):
-            bad_rows += [BadRow(part.source, row.number, row.problem) for row in rows if row.text is None]
+            bad_rows += [bad_row(part.source, row.number, row.problem) for row in rows if row.text is None]
             texts = [row.text for row in rows if row.text]
             empty += sum(row.text == "" for row in rows)
             characters += sum(map(len, texts))

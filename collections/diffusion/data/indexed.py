@@ -83,6 +83,24 @@ class TokenFile:
             f"{ids[offset]}, outside the vocabulary of {vocab_size}; it was written with another tokenizer"
         )
 
+    def check_index(self) -> None:
+        """Read the whole index once.
+
+        Raises:
+            ValueError: it is damaged; names the place.
+        """
+        index = self._dataset.index
+        lengths = index.sequence_lengths.astype(np.int64)
+        pointers = np.concatenate([[0], np.cumsum(lengths)[:-1]]) * self._item_size
+        borders = np.asarray(self._dataset.document_indices)
+        wrong = {
+            "sequence": np.flatnonzero((lengths < 0) | (pointers != index.sequence_pointers)),
+            "document": np.flatnonzero(np.diff(borders) < 0),
+        }
+        for name, places in wrong.items():
+            if len(places):
+                raise ValueError(f"{self.prefix}.idx: {name} {places[0]} does not begin where it should; write it anew")
+
     def _check_sizes(self) -> None:
         index = self._dataset.index
         stop = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * self._item_size
@@ -101,6 +119,7 @@ def check_corpus(prefix: str | Path, tokenizer: "str | Path | PreTrainedTokenize
         FileNotFoundError, ValueError: files are missing or damaged, or hold ids that the tokenizer does not have.
     """
     corpus, vocab_size = TokenFile(prefix), len(load_tokenizer(tokenizer))
+    corpus.check_index()
     corpus.check_tokens(vocab_size)
     mean = corpus.num_tokens / corpus.num_documents
     return (
@@ -126,5 +145,8 @@ def _check_index_file(prefix: str) -> None:
     # Modes of a multimodal corpus, one byte per sequence, may follow.
     if size not in (expected, expected + num_sequences):
         raise ValueError(f"{file} has {size} bytes instead of {expected}: it is cut short or damaged; write it anew")
+    borders = np.memmap(file, np.int64, "r", offset=_HEADER.size + 12 * num_sequences, shape=(num_documents,))
+    if num_documents < 2 or borders[0] != 0 or borders[-1] != num_sequences:
+        raise ValueError(f"{file}: its documents do not cover its {num_sequences} sequences; write it anew")
     if os.path.getsize(f"{prefix}.bin") == 0:
         raise ValueError(f"{prefix}.bin is empty; write it anew")

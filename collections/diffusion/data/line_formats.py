@@ -31,9 +31,8 @@ def line_parts(source: Source, part_bytes: int) -> Iterator[Part]:
 def json_parts(source: Source, part_bytes: int) -> Iterator[Part]:
     """JSON objects, one per line, or in one array, whose rows are then its elements."""
     first_block = next(_blocks(source.name, part_bytes), (b"", 0))[0]
-    elements = (
-        _array_elements(source, part_bytes) if first_block.lstrip(_BYTE_ORDER_MARK).lstrip()[:1] == b"[" else None
-    )
+    begins_array = first_block.removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"["
+    elements = _array_elements(source, part_bytes) if begins_array else None
     if elements is None:
         yield from line_parts(source, part_bytes)
         return
@@ -51,10 +50,21 @@ def json_parts(source: Source, part_bytes: int) -> Iterator[Part]:
 
 
 def _array_elements(source: Source, part_bytes: int) -> list | None:
-    """The elements of the one array that the file is, or None: a line may be an array too."""
+    """The elements of the one array that the file is, or None: a line may be an array too.
+
+    Raises:
+        ValueError: the file's name says that it is one value (.json), and it breaks below its first line.
+    """
     try:
         content = json.loads(b"".join(block for block, _ in _blocks(source.name, part_bytes)))
-    except ValueError:
+    except json.JSONDecodeError as error:
+        if error.lineno == 1 or ".json" not in Path(source.name).suffixes:
+            return None
+        raise ValueError(
+            f"{source.name}:{error.lineno}: the array that the file is breaks, {error.msg} at column {error.colno}; "
+            "mend it, or write an object per line"
+        ) from error
+    except (ValueError, RecursionError):
         return None
     return content if isinstance(content, list) and any(isinstance(element, dict) for element in content) else None
 
@@ -91,13 +101,16 @@ def json_rows(part: Part, text_field: str) -> Iterator[Row]:
 def json_records(part: Part) -> Iterator[Record]:
     for number, line in _lines(part):
         try:
-            row = json.loads(line)
+            # `json` itself takes bytes for UTF-16 where they look like it. Files put together have marks inside.
+            row = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode())
         except UnicodeDecodeError as error:
             yield Record(number, None, _not_utf8(error))
         except json.JSONDecodeError as error:
             yield Record(number, None, f"broken JSON, {error.msg} at column {error.colno}")
         except RecursionError:
             yield Record(number, None, "broken JSON, nested too deeply")
+        except ValueError:
+            yield Record(number, None, "broken JSON, a number with more digits than can be read")
         else:
             problem = None if isinstance(row, dict) else f"a JSON {type(row).__name__}, not an object"
             yield Record(number, None if problem else row, problem)

@@ -1,6 +1,7 @@
 """Random orders and mixtures of any size without a table: what stands at a place is computed when it is asked for."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -53,7 +54,7 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        if not weights or any(not weight > 0 for weight in weights):
+        if not weights or any(not 0 < weight < math.inf for weight in weights):
             raise ValueError(f"weights={list(weights)} must be positive numbers; leave out what has no weight")
         exact = [Fraction(weight) for weight in weights]
         # Each source's share of what the sources before it leave over.

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nemo_dllm.collections.diffusion.data.cache import content_key
+from nemo_dllm.collections.diffusion.data.bad_rows import check_bad_rows, check_max_bad_rows
+from nemo_dllm.collections.diffusion.data.cache import content_key, full_disk_named
 from nemo_dllm.collections.diffusion.data.documents import check_text_column, parts_of
 from nemo_dllm.collections.diffusion.data.encoded_part import (
     EncodeOptions,
@@ -85,18 +86,20 @@ def preprocess(
     if not overwrite and prefix.with_name(f"{prefix.name}.idx").exists():
         raise FileExistsError(f"'{prefix}.idx' exists; choose another output_prefix, or pass overwrite=True")
     workers = _check_workers(workers)
+    check_max_bad_rows(max_bad_rows)
     sources = find_sources([inputs] if isinstance(inputs, (str, Path)) else inputs, format, split)
     check_text_column(sources, text_field)
     options = EncodeOptions.of(load_tokenizer(tokenizer), text_field, append_eos, prepend_bos)
     parts_folder = prefix.with_name(f"{prefix.name}.parts")
-    with _explained_disk_errors(parts_folder), _locked(parts_folder):
+    with _kept_parts_told(parts_folder), _locked(parts_folder):
         start = time.perf_counter()
         reports = _encode(sources, parts_folder, options, workers, max_bad_rows, progress)
         report = PreprocessReport.of(sources, reports, time.perf_counter() - start)
         if not report.documents:
             raise ValueError(f"{len(sources)} inputs hold no document: {report.summary()}")
-        _join(prefix, parts_folder, len(reports), options.dtype)
-        prefix.with_name(f"{prefix.name}.report.json").write_text(report.to_json())
+        with full_disk_named(prefix.parent):
+            _join(prefix, parts_folder, len(reports), options.dtype)
+            prefix.with_name(f"{prefix.name}.report.json").write_text(report.to_json())
         shutil.rmtree(parts_folder)
     return report
 
@@ -132,7 +135,7 @@ def _encode(
     def keep(index: int, size: int, report: PartReport) -> None:
         reports[index] = report
         line.advance(size, report.tokens)
-        _check_bad_rows(reports, max_bad_rows)
+        check_bad_rows([row for index in sorted(reports) for row in reports[index].bad_rows], max_bad_rows)
 
     with ProgressLine(total, progress, sys.stderr) as line, _pool(workers, options) as pool:
         parts = (part for source in sources for part in parts_of(source, part_bytes))
@@ -167,16 +170,6 @@ def _pool(workers: int, options: EncodeOptions) -> Iterator[ProcessPoolExecutor]
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _check_bad_rows(reports: dict[int, PartReport], max_bad_rows: int) -> None:
-    bad = [row for index in sorted(reports) for row in reports[index].bad_rows]
-    if len(bad) > max_bad_rows:
-        shown = "".join(f"\n  {row}" for row in bad[:5])
-        raise ValueError(
-            f"{len(bad)} rows cannot be used, more than max_bad_rows={max_bad_rows}; mend the input, or raise the "
-            f"limit to leave them out. The first ones:{shown}"
-        )
 
 
 def _check_plan(parts_folder: Path, sources: Sequence[Source], options: EncodeOptions, part_bytes: int) -> None:
@@ -216,17 +209,18 @@ def _locked(parts_folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained_disk_errors(parts_folder: Path) -> Iterator[None]:
+def _kept_parts_told(parts_folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.strerror is None:  # one of ours
             raise
+        place = f": '{error.filename}'" if error.filename else ""
         kept = len(list(parts_folder.glob("[0-9]*")))
         raise OSError(
             error.errno,
-            f"{error.strerror} while writing below '{parts_folder.parent}'; {kept} finished parts are kept in "
-            f"'{parts_folder}'. Mend this and run again to go on",
+            f"{error.strerror}{place}; {kept} finished parts are kept in '{parts_folder}'. Mend this and run again to "
+            "go on",
         ) from error
 
 

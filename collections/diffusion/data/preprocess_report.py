@@ -2,12 +2,12 @@
 
 import json
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TextIO
 
-from nemo_dllm.collections.diffusion.data.encoded_part import BadRow, PartReport
+from nemo_dllm.collections.diffusion.data.bad_rows import BadRow, describe_bad_rows
+from nemo_dllm.collections.diffusion.data.encoded_part import PartReport
 from nemo_dllm.collections.diffusion.data.sources import Source
 
 
@@ -54,11 +54,7 @@ class PreprocessReport:
         if self.bad_rows:
             files = len({row.source for row in self.bad_rows})
             lines.append(f"{len(self.bad_rows):,} bad rows left out, in {files} files:")
-            # What follows the first comma is particular to the row.
-            kinds = Counter(row.reason.partition(",")[0] for row in self.bad_rows)
-            for kind, count in kinds.most_common(5):
-                example = next(row for row in self.bad_rows if row.reason.partition(",")[0] == kind)
-                lines.append(f"  {count:,} x {kind}, the first: {example}")
+            lines.append(describe_bad_rows(self.bad_rows))
         return "\n".join(lines)
 
     def to_json(self) -> str:

@@ -1,5 +1,7 @@
 """The Lightning data module for pretraining on corpora in Megatron-LM's .bin and .idx files."""
 
+import math
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -75,7 +77,11 @@ class PretrainingDataModule(DiffusionDataModule):
         self._check_fields()
 
     def _check_fields(self) -> None:
-        if len(self.split) != len(SPLITS) or min(self.split) < 0 or self.split[0] <= 0:
+        if (
+            len(self.split) != len(SPLITS)
+            or not all(0 <= share < math.inf for share in self.split)
+            or not self.split[0]
+        ):
             raise ValueError(
                 f"split={self.split} must be shares of {', '.join(SPLITS)}, the first above 0, e.g. (0.98, 0.02, 0)"
             )
@@ -87,6 +93,10 @@ class PretrainingDataModule(DiffusionDataModule):
             raise ValueError(f"seed={self.seed} must not be negative")
         if self.num_val_rows is not None and self.num_val_rows < 1:
             raise ValueError(f"num_val_rows={self.num_val_rows} must be at least 1, or None for all")
+        for name in ("paths", "validation_paths"):
+            _check_paths(name, _listed(getattr(self, name) or ()))
+        if not _listed(self.paths):
+            raise ValueError("paths=[] names no corpus; give the path of a .bin and .idx pair, no suffix")
         if self.weights is not None:
             Blend(self.weights)
             if len(self.weights) != len(_listed(self.paths)):
@@ -165,6 +175,12 @@ def _borders(num_documents: int, shares: Sequence[float]) -> list[int]:
         borders.append(max(borders[-1] + wanted[part], min(exact, num_documents - still_needed)))
     last = max(part for part, share in enumerate(shares) if share > 0)
     return [*borders[: last + 1], *([num_documents] * (len(shares) - last))]
+
+
+def _check_paths(name: str, paths: Sequence[str | Path]) -> None:
+    files = [os.path.realpath(str(path).removesuffix(".idx").removesuffix(".bin")) for path in paths]
+    if repeated := [path for path, file in zip(paths, files, strict=True) if files.count(file) > 1]:
+        raise ValueError(f"{name} has '{repeated[0]}' {len(repeated)} times; name it once, with the sum of its weights")
 
 
 def _listed(paths: str | Path | Sequence[str | Path]) -> list[str | Path]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 import numpy as np
 import torch
 
+from nemo_dllm.collections.diffusion.data.bad_rows import describe_bad_rows
 from nemo_dllm.collections.diffusion.data.chat_encoder import ChatEncoder
 from nemo_dllm.collections.diffusion.data.chat_template import ChatTemplate
 from nemo_dllm.collections.diffusion.data.indexed import TokenFile
@@ -72,8 +73,9 @@ def show_data(
         stream: where to print; None is standard output.
 
     Raises:
-        ValueError: `time` is out of range, or the data has no rows.
+        ValueError: a number is out of range, or the data has no rows.
     """
+    _check_fields(num_samples, num_rows, time)
     data.trainer = _NoTraining()
     data.prepare_data()
     data.setup("fit")
@@ -114,6 +116,9 @@ def show_files(
     Raises:
         ValueError, FileNotFoundError: the data or the template are unusable.
     """
+    _check_fields(num_samples, num_rows, time)
+    if seq_length < 1:
+        raise ValueError(f"seq_length={seq_length} must be at least 1")
     tokenizer = load_tokenizer(tokenizer)
     if Path(f"{path}.idx").exists():
         corpus = TokenFile(path)
@@ -126,13 +131,21 @@ def show_files(
         samples = FittedSamples(found.samples, seq_length, tokenizer.eos_token_id, block_size)
         order = training_order(samples, seed)
         dataset = PackedRows(samples, num_rows, seed) if packing else PaddedRows(samples, num_rows, order, 1)
-        notes = [f"in all: {samples.summary(found.sources)}", *(f"cannot be used: {row}" for row in found.bad_rows[:5])]
+        notes = [f"in all: {samples.summary(found.sources)}"]
+        if found.bad_rows:
+            notes += [f"{len(found.bad_rows):,} rows cannot be used:", describe_bad_rows(found.bad_rows)]
     return _show(dataset, tokenizer, notes, num_samples, num_rows, time, seed, html, stream)
 
 
-def _show(dataset, tokenizer, notes, num_samples, num_rows, time, seed, html, stream) -> RowStatistics:
+def _check_fields(num_samples: int, num_rows: int, time: float | None) -> None:
+    for name, value, least in (("num_samples", num_samples, 0), ("num_rows", num_rows, 1)):
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
     if time is not None and not 0.0 <= time <= 1.0:
         raise ValueError(f"time={time} must be in [0, 1]; 1 hides everything")
+
+
+def _show(dataset, tokenizer, notes, num_samples, num_rows, time, seed, html, stream) -> RowStatistics:
     # From there on rows repeat.
     rows = [dataset[index] for index in range(min(num_rows, dataset.num_rows))]
     statistics = RowStatistics.of(rows)
@@ -166,6 +179,7 @@ def print_rows(
     for line in [*_described(statistics), *notes]:
         console.print(line, soft_wrap=True, markup=False)
     if html is not None:
+        Path(html).parent.mkdir(parents=True, exist_ok=True)
         console.save_html(str(html), inline_styles=True)
 
 

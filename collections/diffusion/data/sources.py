@@ -1,6 +1,7 @@
 """Which inputs a corpus has: files by their names, folders of them, and Hugging Face datasets."""
 
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,11 +45,20 @@ def find_sources(inputs: Sequence[str | Path], format: str | None = None, split:
 
     Raises:
         FileNotFoundError: an input does not exist, or a folder holds nothing to read.
-        ValueError: the format is unknown, or does not follow from a file's name.
+        ValueError: the format is unknown, or does not follow from a file's name; an input is there twice.
     """
     if format is not None and format not in FORMATS:
         raise ValueError(f"format={format!r} is unknown; known: {', '.join(FORMATS)}")
-    return [source for entry in inputs for source in _sources(Path(entry), format, split)]
+    sources = [source for entry in inputs for source in _sources(Path(entry), format, split)]
+    if not sources:
+        raise ValueError("there is no input; name files, folders or datasets")
+    seen: set[tuple[str, str | None]] = set()
+    for source in sources:
+        identity = (os.path.realpath(source.name), source.split)
+        if identity in seen:
+            raise ValueError(f"'{source.name}' is among the inputs twice; name it once")
+        seen.add(identity)
+    return sources
 
 
 def _sources(path: Path, format: str | None, split: str | None) -> Iterator[Source]:
@@ -64,6 +74,8 @@ def _sources(path: Path, format: str | None, split: str | None) -> Iterator[Sour
         yield from found
     elif format == "dataset":
         yield _dataset_source(str(path), split)
+    elif path.exists():
+        raise ValueError(f"'{path}' is a pipe or a device, which cannot be read twice; write it to a file first")
     else:
         raise FileNotFoundError(
             f"'{path}' does not exist; name a file or folder, or pass format='dataset' for a dataset of the hub"
@@ -75,12 +87,18 @@ def _files_in(folder: Path, format: str | None) -> list[Source]:
     found = [
         _file_source(file, None)
         for file in sorted(folder.rglob("*"))
-        if file.is_file() and format_of(file) and file.name not in _DESCRIPTIONS
+        if format_of(file) and file.name not in _DESCRIPTIONS and _is_file(file)
         if not any(part.startswith(".") for part in file.relative_to(folder).parts)
     ]
     formats = {source.format for source in found}
     wanted = {format} if format else formats - {"text"} or formats
     return [source for source in found if source.format in wanted]
+
+
+def _is_file(file: Path) -> bool:
+    if file.is_symlink() and not file.exists():
+        raise FileNotFoundError(f"'{file}' is a link to nothing; mend or delete it")
+    return file.is_file()
 
 
 def _file_source(file: Path, format: str | None) -> Source:

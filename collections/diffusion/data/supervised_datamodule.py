@@ -11,6 +11,7 @@ from nemo.lightning.base import NEMO_DATASETS_CACHE
 from nemo.utils import logging
 from torch.utils.data import Dataset
 
+from nemo_dllm.collections.diffusion.data.bad_rows import check_max_bad_rows, describe_bad_rows
 from nemo_dllm.collections.diffusion.data.base_datamodule import DiffusionDataModule
 from nemo_dllm.collections.diffusion.data.bits_per_byte import count_row_bytes
 from nemo_dllm.collections.diffusion.data.chat import check_columns
@@ -124,6 +125,7 @@ class SupervisedDataModule(DiffusionDataModule):
     def _check_fields(self) -> None:
         check_validation_fraction(self.validation_fraction)
         check_columns(self.columns or {})
+        check_max_bad_rows(self.max_bad_rows)
         if self.loss_turns not in LOSS_TURNS:
             raise ValueError(f"loss_turns={self.loss_turns!r} is unknown; known: {', '.join(LOSS_TURNS)}")
         if self.seed < 0:
@@ -231,5 +233,5 @@ class SupervisedDataModule(DiffusionDataModule):
         )
         logging.info(f"{name}: {samples.summary(corpus.sources)}")
         if corpus.bad_rows:
-            logging.warning(f"{len(corpus.bad_rows)} rows cannot be used, the first: {corpus.bad_rows[0]}")
+            logging.warning(f"{len(corpus.bad_rows):,} rows cannot be used:\n{describe_bad_rows(corpus.bad_rows)}")
         return samples

@@ -9,11 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nemo_dllm.collections.diffusion.data.bad_rows import (
+    BadRow,
+    bad_row,
+    check_bad_rows,
+    check_max_bad_rows,
+    describe_bad_rows,
+)
 from nemo_dllm.collections.diffusion.data.cache import cached_folder, content_key
 from nemo_dllm.collections.diffusion.data.chat import Conversation, check_columns, read_conversation
 from nemo_dllm.collections.diffusion.data.chat_encoder import ENCODER_VERSION, ChatEncoder, EncodedChat
 from nemo_dllm.collections.diffusion.data.documents import records_of
-from nemo_dllm.collections.diffusion.data.encoded_part import BadRow
 from nemo_dllm.collections.diffusion.data.parts import Record
 from nemo_dllm.collections.diffusion.data.sources import Source, load_dataset
 from nemo_dllm.collections.diffusion.data.tokenizer import tokenizer_content
@@ -79,6 +85,7 @@ def encode_supervised(
         ValueError: there are too many bad rows, or no good one; shows the first bad ones.
     """
     check_columns(columns or {})
+    check_max_bad_rows(max_bad_rows)
     # Arrays, not lists of Python's integers, which would take ten times the memory.
     tokens: list[np.ndarray] = []
     answers: list[np.ndarray] = []
@@ -87,14 +94,17 @@ def encode_supervised(
     for number, source in enumerate(sources):
         for record, sample in _encode_source(source, encoder, columns):
             if isinstance(sample, ValueError):
-                bad_rows.append(BadRow(source.name, record.number, str(sample)))
-                _check_bad_rows(bad_rows, max_bad_rows)
+                bad_rows.append(bad_row(source.name, record.number, str(sample)))
+                check_bad_rows(bad_rows, max_bad_rows)
             else:
                 tokens.append(np.array(sample.ids, dtype=np.uint32))
                 answers.append(np.array(sample.answer, dtype=bool))
                 rows.append((number, record.number))
     if not tokens:
-        raise ValueError(f"{', '.join(source.name for source in sources)} hold no usable row{_listed(bad_rows)}")
+        names = ", ".join(source.name for source in sources[:5]) + (", ..." if len(sources) > 5 else "")
+        raise ValueError(
+            f"{names}: no row of {len(sources)} inputs can be used\n{describe_bad_rows(bad_rows)}".rstrip()
+        )
     samples = SupervisedTokens(
         tokens=np.concatenate(tokens),
         answer=np.concatenate(answers),
@@ -158,20 +168,10 @@ def _read(record: Record, columns: Mapping[str, str] | None) -> Conversation | V
         return read_conversation(record.fields, columns)
     except UnicodeEncodeError:
         return ValueError("has half of a surrogate pair")
+    except RecursionError:
+        return ValueError("nested too deeply")
     except ValueError as error:
         return error
-
-
-def _check_bad_rows(bad_rows: Sequence[BadRow], max_bad_rows: int) -> None:
-    if len(bad_rows) > max_bad_rows:
-        raise ValueError(
-            f"more than max_bad_rows={max_bad_rows} rows cannot be used; mend the input, or raise the limit to leave "
-            f"them out{_listed(bad_rows)}"
-        )
-
-
-def _listed(bad_rows: Sequence[BadRow]) -> str:
-    return "".join([". The first ones:" if bad_rows else "", *(f"\n  {row}" for row in bad_rows[:5])])
 
 
 def _content_digest(source: Source) -> bytes:
