@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nemo_dllm.connectors.new_folder import refuse_existing, refuse_unfinished, replace_folder, unfinished_sibling
-from nemo_dllm.connectors.safetensors_writer import SafetensorsFile, TensorHeader
+from nemo_dllm.connectors.safetensors_writer import DTYPE_NAMES, SafetensorsFile, TensorHeader
 from nemo_dllm.connectors.shard_layout import (
     SAFETENSORS_FILE,
     SAFETENSORS_INDEX,
@@ -28,6 +28,8 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 PICKLE_FILE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_HOLD = {True: "holds", False: "hold"}
 # Numbers.
 _CHECKED_AT_ONCE = 1 << 24
 
@@ -45,10 +47,12 @@ class HFCheckpoint:
         path: the folder.
         config: the content of ``config.json``.
         shapes: shape of each tensor by name.
+        dtypes: dtype of each tensor by name.
 
     Raises:
         FileNotFoundError: where the folder, its config, its weights or shards are absent (all shards listed).
-        ValueError: for a NeMo checkpoint, a damaged file, and an index that names tensors its shards lack (all listed).
+        ValueError: for a NeMo checkpoint, a damaged file, an index that names tensors its shards lack, tensors in two
+            shards and tensors of a dtype that is never trained (all listed).
     """
 
     def __init__(self, path: str | Path):
@@ -56,9 +60,9 @@ class HFCheckpoint:
         self.config = _read_config(self.path)
         self._shard_of = _open_weights(self.path)
         self._opened: tuple[_SafetensorsShard | _PickleShard | None, Any] = (None, None)
-        self.shapes: dict[str, tuple[int, ...]] = {
-            name: shard.shapes[name] for name, shard in sorted(self._shard_of.items())
-        }
+        headers = {name: shard.headers[name] for name, shard in sorted(self._shard_of.items())}
+        self.shapes: dict[str, tuple[int, ...]] = {name: header.shape for name, header in headers.items()}
+        self.dtypes: dict[str, torch.dtype] = {name: header.dtype for name, header in headers.items()}
 
     def keys(self) -> list[str]:
         """Names of all tensors, sorted."""
@@ -75,30 +79,51 @@ class HFCheckpoint:
         Only that part leaves the disk. It has the file's dtype.
 
         Raises:
-            ValueError: for a value that is not finite, or a file that cannot be read.
+            ValueError: for a value that is not finite, naming all tensors with such values, or a file that cannot be
+                read.
         """
+        part = self._read(name, (rows, columns)[: len(self.shapes[name])])
+        if _is_finite(part):
+            return part
+        # Only now: a look at all tensors takes as long as loading them.
+        damaged: dict[Path, list[str]] = {}
+        for other, shard in self._shard_of.items():
+            if not _is_finite(self._read(other, ())):
+                damaged.setdefault(shard.file, []).append(other)
+        listed = (f"{file}: {', '.join(sorted(names))} {_HOLD[len(names) == 1]} NaN" for file, names in damaged.items())
+        raise ValueError(f"{'; '.join(listed)} or infinity; the checkpoint is damaged")
+
+    def _read(self, name: str, dimensions: tuple[slice, ...]) -> Tensor:
         shard = self._shard_of[name]
         if self._opened[0] is not shard:
             # One file at a time: what is mapped counts as memory of this process.
             self._opened = (None, None)
             self._opened = (shard, shard.open())
-        dimensions = (rows, columns)[: len(self.shapes[name])]
-        part = shard.read(self._opened[1], name, dimensions)
-        if part.is_floating_point() and not _is_finite(part):
-            raise ValueError(f"{shard.file}: {name} holds NaN or infinity; the checkpoint is damaged")
-        return part
+        return shard.read(self._opened[1], name, dimensions)
 
 
 def _is_finite(part: Tensor) -> bool:
     """In pieces, because the comparison makes copies."""
-    return all(torch.isfinite(piece).all() for piece in part.reshape(-1).split(_CHECKED_AT_ONCE))
+    return not part.is_floating_point() or all(
+        torch.isfinite(piece).all() for piece in part.reshape(-1).split(_CHECKED_AT_ONCE)
+    )
 
 
 class _SafetensorsShard:
     def __init__(self, file: Path):
         self.file = file
         opened = self.open()
-        self.shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        unknown = sorted(name for name, part in slices.items() if part.get_dtype() not in _DTYPES)
+        if unknown:
+            found = ", ".join(sorted({slices[name].get_dtype() for name in unknown}))
+            raise ValueError(
+                f"{self.file} holds tensors of {found}, which are not supported: {', '.join(unknown)}; take the "
+                "checkpoint before quantisation"
+            )
+        self.headers = {
+            name: TensorHeader(_DTYPES[part.get_dtype()], tuple(part.get_shape())) for name, part in slices.items()
+        }
 
     def open(self):
         try:
@@ -115,7 +140,7 @@ class _SafetensorsShard:
 class _PickleShard:
     def __init__(self, file: Path):
         self.file = file
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.open().items()}
+        self.headers = {name: TensorHeader.of(tensor) for name, tensor in self.open().items()}
 
     def open(self) -> dict[str, Tensor]:
         try:
@@ -161,7 +186,7 @@ def _open_weights(path: Path) -> dict[str, _SafetensorsShard | _PickleShard]:
             return _open_indexed(path, index_name)
         if (path / single_name).is_file():
             shard = _open_shard(path / single_name)
-            return dict.fromkeys(shard.shapes, shard)
+            return dict.fromkeys(shard.headers, shard)
     raise FileNotFoundError(
         f"{path} has no weights; expected one of {SAFETENSORS_INDEX}, {SAFETENSORS_FILE}, {PICKLE_INDEX}, {PICKLE_FILE}"
     )
@@ -179,12 +204,12 @@ def _open_indexed(path: Path, index_name: str) -> dict[str, _SafetensorsShard | 
     if absent_files:
         raise FileNotFoundError(f"{path} lacks shards that {index_name} names: {', '.join(absent_files)}")
     shards = {file: _open_shard(path / file) for file in files}
-    absent = [f"{name} in {file}" for name, file in weight_map.items() if name not in shards[file].shapes]
+    absent = [f"{name} in {file}" for name, file in weight_map.items() if name not in shards[file].headers]
     if absent:
         raise ValueError(f"{path / index_name} names tensors that their shards lack: {', '.join(absent)}")
     holders: dict[str, list[str]] = {}
     for file, shard in shards.items():
-        for name in shard.shapes:
+        for name in shard.headers:
             holders.setdefault(name, []).append(file)
     repeated = [f"{name} in {' and '.join(files)}" for name, files in sorted(holders.items()) if len(files) > 1]
     if repeated:

@@ -10,8 +10,6 @@ from nemo_dllm.connectors.rope import Rope
 
 REQUIRED = object()
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class Field(NamedTuple):
     """A value that both configurations hold."""
@@ -60,7 +58,8 @@ class ConfigTable:
         Raises:
             ValueError: naming all absent fields, or all unsupported values.
         """
-        absent = [f.hf for f in self.fields if f.default is REQUIRED and hf.get(f.hf) is None]
+        hf = _said(hf)
+        absent = [f.hf for f in self.fields if f.default is REQUIRED and f.hf not in hf]
         if absent:
             raise ValueError(f"config.json lacks {', '.join(absent)}")
         unsupported = [
@@ -113,7 +112,7 @@ class ConfigTable:
         differing = self.differences(config, hf)
         changed = {f.hf: differing[f.nemo][0] for f in self.fields if f.nemo in differing}
         for rule in self.rules:
-            if not differing.keys().isdisjoint(rule.to_nemo(hf)):
+            if not differing.keys().isdisjoint(rule.to_nemo(_said(hf))):
                 changed |= rule.to_hf(config)
         return {**hf, **changed}
 
@@ -143,24 +142,15 @@ class HiddenPerHead:
         return {}
 
 
+def _said(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Without nulls, which transformers writes for fields that say nothing."""
+    return {name: value for name, value in hf.items() if value is not None}
+
+
 def _value(f: Field, hf: Mapping[str, Any]) -> Any:
     if hf.get(f.hf) is not None:
         return hf[f.hf]
     return f.default(hf) if callable(f.default) else f.default
-
-
-def hf_dtype(hf: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that config.json names, as ``dtype`` or ``torch_dtype``; None where it names none.
-
-    Raises:
-        ValueError: for a dtype that models are not trained in.
-    """
-    name = hf.get("dtype") or hf.get("torch_dtype")
-    if name is None:
-        return None
-    if name not in _DTYPES:
-        raise ValueError(f"config.json has dtype {name!r}; known: {', '.join(_DTYPES)}")
-    return _DTYPES[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,5 +1,8 @@
 """Fields of configuration tables that most families share, under the names of LLaMA's config.json."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from nemo_dllm.connectors.config_table import Field
 
 DECODER_FIELDS = (
@@ -13,3 +16,8 @@ DECODER_FIELDS = (
     Field("initializer_range", "init_method_std", default=0.02, binding=False),
     Field("attention_dropout", "attention_dropout", default=0.0, binding=False),
 )
+
+
+def one_per_head(hf: Mapping[str, Any]) -> int:
+    """Keys and values where config.json names no number of them, or null: every head has its own."""
+    return hf["num_attention_heads"]

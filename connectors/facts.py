@@ -1,6 +1,5 @@
 """What a checkpoint is beyond its sizes: mask token, logit shift, attention, block size, dtype, origin."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,12 +9,14 @@ import torch
 from nemo.utils import logging
 
 from nemo_dllm.connectors.checkpoint_files import GENERATION_CONFIG_FILE, HFCheckpoint
-from nemo_dllm.connectors.config_table import dtype_name, hf_dtype
-from nemo_dllm.connectors.expert_keys import EXPERT_BIAS
+from nemo_dllm.connectors.config_table import dtype_name
 from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.mask_token import MaskToken, find_mask_token
 from nemo_dllm.connectors.revision import revision_of
+from nemo_dllm.connectors.stacked_experts import per_expert
+from nemo_dllm.connectors.tensor_dtypes import main_dtype
+from nemo_dllm.connectors.tied_head import repeats_head
 from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
 
 # config.json has no established name for the shift; this is how dllm's trainers call it.
@@ -32,8 +33,9 @@ class CheckpointFacts:
         family: name of the family.
         source: folder that was read.
         revision: its commit, see :func:`revision_of`.
-        dtype: of the weights, as config.json spells it.
-        expert_bias_dtype: of the routers' expert biases; None where there are none.
+        dtype: of most weights, as config.json spells it.
+        other_dtypes: of the tensors that have another, by name.
+        repeats_head: whether the file holds a tied head too.
         attention: ``causal``, ``bidirectional`` or ``block_causal``: how its own class attends.
         right_shift: whether the logits at position i - 1 predict token i, read as a diffusion model.
         block_size: tokens per block, from config.json or else the family's; None where there are no blocks.
@@ -50,7 +52,8 @@ class CheckpointFacts:
     source: str
     revision: str | None
     dtype: str
-    expert_bias_dtype: str | None
+    other_dtypes: dict[str, str]
+    repeats_head: bool
     attention: str
     right_shift: bool
     block_size: int | None
@@ -66,6 +69,10 @@ class CheckpointFacts:
         if self.block_size is None:
             return {}
         return {name: getattr(self, name) for name in ("block_size", *BLOCK_DEFAULTS)}
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Dtype of a tensor."""
+        return getattr(torch, self.other_dtypes.get(name, self.dtype))
 
     def to_json(self) -> dict[str, Any]:
         """The facts as a dict of JSON values."""
@@ -90,12 +97,14 @@ def read_facts(hf_path: str | Path) -> CheckpointFacts:
     tokenizer = load_hf_tokenizer(checkpoint.path)
     special_token_ids = _special_token_ids(tokenizer, hf)
     mask_token = checkpoint_mask_token(checkpoint, tokenizer)
+    dtype = weights_dtype(checkpoint)
     return CheckpointFacts(
         family=family.name,
         source=str(checkpoint.path),
         revision=revision_of(checkpoint.path),
-        dtype=dtype_name(weights_dtype(checkpoint)),
-        expert_bias_dtype=_expert_bias_dtype(checkpoint),
+        dtype=dtype_name(dtype),
+        other_dtypes={name: dtype_name(own) for name, own in per_expert(checkpoint).dtypes.items() if own != dtype},
+        repeats_head=repeats_head(checkpoint, family),
         attention=family.hf_class(hf).attention,
         right_shift=hf.get(RIGHT_SHIFT_FIELD, family.right_shift),
         block_size=_block_size(checkpoint, family),
@@ -104,11 +113,6 @@ def read_facts(hf_path: str | Path) -> CheckpointFacts:
         special_token_ids=special_token_ids,
         **{name: hf.get(name, silent) for name, silent in BLOCK_DEFAULTS.items()},
     )
-
-
-def _expert_bias_dtype(checkpoint: HFCheckpoint) -> str | None:
-    bias = next((name for name in checkpoint.shapes if name.endswith(EXPERT_BIAS)), None)
-    return None if bias is None else dtype_name(checkpoint.tensor(bias).dtype)
 
 
 def _block_size(checkpoint: HFCheckpoint, family: Family) -> int | None:
@@ -134,10 +138,12 @@ def _special_token_ids(tokenizer, hf: Mapping[str, Any]) -> dict[str, int | list
 
 
 def weights_dtype(checkpoint: HFCheckpoint) -> torch.dtype:
-    """The dtype that config.json names, or else that of the weights."""
-    named = hf_dtype(checkpoint.config)
-    if named is not None:
-        return named
-    # The most common one: norms and routers may have another.
-    largest = max(checkpoint.shapes, key=lambda name: math.prod(checkpoint.shapes[name]))
-    return checkpoint.tensor(largest, rows=slice(0, 1)).dtype
+    """The dtype that most weights have, whatever config.json says.
+
+    Raises:
+        ValueError: where models are not trained in it.
+    """
+    try:
+        return main_dtype(checkpoint.dtypes, checkpoint.shapes)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: {error}") from error

@@ -16,11 +16,11 @@ from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.models.saving import keep_write_results_in_process
 from nemo_dllm.collections.diffusion.single_process import single_process
 from nemo_dllm.connectors.adoption import Source, adopt_import, open_source
-from nemo_dllm.connectors.build import build_on_cpu, cast_parameters
+from nemo_dllm.connectors.build import build_on_cpu
 from nemo_dllm.connectors.companions import FOLDER, SUMMARY_FILE, copy_companions
 from nemo_dllm.connectors.config import hf_to_nemo_config
 from nemo_dllm.connectors.families.registry import find_family
-from nemo_dllm.connectors.load import export_hf_tensors, load_hf_weights
+from nemo_dllm.connectors.load import export_dtypes, export_hf_tensors, load_hf_weights
 from nemo_dllm.connectors.nemo_tokenizer import nemo_tokenizer
 from nemo_dllm.connectors.new_folder import refuse_existing, replace_folder, unfinished_sibling
 from nemo_dllm.connectors.summary import TensorTally, conversion_summary
@@ -68,7 +68,7 @@ def import_hf_checkpoint(
             transformer_impl=model.transformer_impl,
             attention_backend=model.attention_backend,
         )
-        tally = _convert(target, hf_path, unfinished, mask_init)
+        tally = _convert(target, source, unfinished, mask_init)
         if target.tokenizer is None:  # Else NeMo has copied them as the tokenizer's folder.
             shutil.copytree(companions, unfinished / "context" / FOLDER)
         shutil.rmtree(companions.parent)
@@ -81,7 +81,7 @@ def import_hf_checkpoint(
     return output_path
 
 
-def _convert(target: DiffusionModel, hf_path: Path, nemo_path: Path, mask_init: str) -> TensorTally:
+def _convert(target: DiffusionModel, source: Source, nemo_path: Path, mask_init: str) -> TensorTally:
     """Save the weights and the context of the target as NeMo saves those of a training, without an optimizer."""
     trainer = nl.Trainer(
         devices=1,
@@ -96,10 +96,11 @@ def _convert(target: DiffusionModel, hf_path: Path, nemo_path: Path, mask_init: 
     with single_process():
         trainer.strategy.setup_environment()
         build_on_cpu(target)
-        cast_parameters(target.module, target.config.params_dtype)
-        load_hf_weights(target.module, hf_path, mask_init=mask_init)
+        load_hf_weights(target.module, source.checkpoint.path, mask_init=mask_init, keep_dtypes=True)
         tally = TensorTally(target.config)
-        for _ in tally.watch(export_hf_tensors(target.module)):
+        for _ in tally.watch(
+            export_hf_tensors(target.module, dtypes=export_dtypes(target.module, source.facts.dtype_of))
+        ):
             pass
         trainer.state.fn = TrainerFn.TESTING  # Fitting would allocate gradients.
         trainer.strategy.setup(trainer)

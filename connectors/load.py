@@ -3,9 +3,10 @@
 Works on any stage of a pipeline and any tensor-parallel rank: each process reads what it holds.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +16,13 @@ from torch import Tensor, nn
 
 from nemo_dllm.connectors import placement
 from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, HFCheckpoint
-from nemo_dllm.connectors.expert_keys import EXPERT_BIAS
 from nemo_dllm.connectors.families.registry import family_of, find_family
-from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.key_table import Entry, KeyTable, ModelDimensions, Replicated, TensorRank
 from nemo_dllm.connectors.safetensors_writer import TensorHeader
 from nemo_dllm.connectors.stacked_experts import StackedExperts, per_expert
-from nemo_dllm.connectors.vocabulary_growth import GrownCheckpoint, grow_vocabulary, tied_head
-
-_ROWS_COMPARED_AT_ONCE = 8192
+from nemo_dllm.connectors.tensor_dtypes import exported_dtypes, parameter_dtypes
+from nemo_dllm.connectors.tied_head import absent_head, check_tied_head
+from nemo_dllm.connectors.vocabulary_growth import GrownCheckpoint, grow_vocabulary
 
 Checkpoint = HFCheckpoint | StackedExperts | GrownCheckpoint
 
@@ -42,15 +41,21 @@ class Assignment(NamedTuple):
 
 
 def load_hf_weights(
-    model: nn.Module | Sequence[nn.Module], hf_path: str | Path, *, mask_init: str | None = None
+    model: nn.Module | Sequence[nn.Module],
+    hf_path: str | Path,
+    *,
+    mask_init: str | None = None,
+    keep_dtypes: bool = False,
 ) -> None:
-    """Fill a built model with a Hugging Face checkpoint, in place, in the parameters' own dtype.
+    """Fill a built model with a Hugging Face checkpoint, in place.
 
     Args:
         model: a Megatron GPT (unwrapped), or the chunks of an interleaved pipeline stage.
         hf_path: folder of the checkpoint.
         mask_init: how to make the rows of tokens that the checkpoint lacks, see :class:`GrownCheckpoint`; with None a
             model that has more tokens is refused.
+        keep_dtypes: give parameters the dtypes of the file first, see :func:`parameter_dtypes`, so that no value is
+            rounded; expert biases stay fp32.
 
     Raises:
         FileNotFoundError, ValueError: see :class:`HFCheckpoint`.
@@ -68,29 +73,24 @@ def load_hf_weights(
     check_fits_config(config, checkpoint.config, where=checkpoint.path)
     assignments, problems = _assign(chunks, table)
     problems += _differences(checkpoint, table, assignments)
+    if len(problems) == 1:
+        problems += absent_head(checkpoint.shapes, family, config)
     if problems:
         raise ValueError(f"{checkpoint.path} does not fit the model (family {family.name}):\n" + "\n".join(problems))
-    _check_tied_head(checkpoint, family, tied_head(family, config))
+    check_tied_head(checkpoint, family, config)
+    if keep_dtypes:
+        _take_dtypes(assignments, checkpoint)
     with torch.no_grad():
         for a in assignments:
             read = partial(_read, checkpoint, a.entry.hf)
             a.parameter.copy_(a.entry.layout.read(read, tuple(a.parameter.shape), a.rank, a.dimensions))
 
 
-def _check_tied_head(checkpoint: Checkpoint, family: Family, names: tuple[str, str] | None) -> None:
-    """Refuse a file whose head is not the embedding that its config.json says it is."""
-    if names is None or names[1] not in checkpoint.shapes:
-        return
-    embedding, head = names
-    same = checkpoint.shapes[embedding] == checkpoint.shapes[head]
-    for start in range(0, checkpoint.shapes[embedding][0] if same else 0, _ROWS_COMPARED_AT_ONCE):
-        rows = slice(start, start + _ROWS_COMPARED_AT_ONCE)
-        same = same and torch.equal(checkpoint.tensor(embedding, rows), checkpoint.tensor(head, rows))
-    if not same:
-        raise ValueError(
-            f"{checkpoint.path}: config.json ties the head to the embeddings, but {head} differs from {embedding}; "
-            f"set {family.config.hf_name('share_embeddings_and_output_weights')} to false there, or remove the tensor"
-        )
+def _take_dtypes(assignments: list[Assignment], checkpoint: Checkpoint) -> None:
+    dtypes = parameter_dtypes([a.entry for a in assignments], checkpoint.dtypes.__getitem__)
+    for a in assignments:
+        if isinstance(a.parameter, nn.Parameter):  # Biases of experts are buffers.
+            a.parameter.data = a.parameter.data.to(dtypes[a.entry.megatron[0]])
 
 
 def _read(checkpoint: Checkpoint, names: tuple[str, ...], index: int, **part: slice) -> Tensor:
@@ -98,9 +98,9 @@ def _read(checkpoint: Checkpoint, names: tuple[str, ...], index: int, **part: sl
 
 
 def export_hf_tensors(
-    model: nn.Module | Sequence[nn.Module], *, expert_bias_dtype: torch.dtype | None = None
+    model: nn.Module | Sequence[nn.Module], *, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
 ) -> Iterator[tuple[str, Tensor]]:
-    """The model's weights under their Hugging Face names, one after the other, on the CPU, in the parameters' dtype.
+    """The model's weights under their Hugging Face names, one after the other, on the CPU.
 
     With tensor parallelism every rank of the group must draw them all, and gets whole tensors; with pipeline and expert
     parallelism each rank yields its own layers and experts. Tied embeddings are one tensor; padding rows of the
@@ -108,20 +108,20 @@ def export_hf_tensors(
 
     Args:
         model: as for :func:`load_hf_weights`.
-        expert_bias_dtype: of the routers' expert biases, which are fp32 in every model; None leaves them so.
+        dtypes: of tensors, by name; those not named have the dtype of their parameter.
 
     Raises:
         ValueError: where parameters and key table do not agree, naming all that do not, before the first tensor.
     """
-    return _written(_export_assignments(model), expert_bias_dtype)
+    return _written(_export_assignments(model), dtypes)
 
 
 def hf_tensor_headers(
-    model: nn.Module | Sequence[nn.Module], *, expert_bias_dtype: torch.dtype | None = None
+    model: nn.Module | Sequence[nn.Module], *, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
 ) -> dict[str, TensorHeader]:
     """Dtype and full shape of each tensor that :func:`export_hf_tensors`, which see, yields in this process."""
     return {
-        name: TensorHeader(_export_dtype(name, a.parameter, expert_bias_dtype), tuple(shape))
+        name: TensorHeader(dtypes.get(name, a.parameter.dtype), tuple(shape))
         for a in _export_assignments(model)
         for name, shape in zip(a.entry.hf, a.hf_shapes(), strict=True)
     }
@@ -136,8 +136,9 @@ def _export_assignments(model: nn.Module | Sequence[nn.Module]) -> list[Assignme
     return assignments
 
 
-def _export_dtype(name: str, parameter: Tensor, expert_bias_dtype: torch.dtype | None) -> torch.dtype:
-    return expert_bias_dtype if expert_bias_dtype is not None and name.endswith(EXPERT_BIAS) else parameter.dtype
+def export_dtypes(model: nn.Module, dtype_of: Callable[[str], torch.dtype]) -> dict[str, torch.dtype]:
+    """See :func:`exported_dtypes`; for ``dtypes`` of :func:`export_hf_tensors`."""
+    return exported_dtypes([(a.entry, a.parameter) for a in _export_assignments(model)], dtype_of)
 
 
 def check_fits_config(config, hf_config: Mapping[str, Any], where: Path) -> None:
@@ -163,11 +164,11 @@ def check_fits_config(config, hf_config: Mapping[str, Any], where: Path) -> None
         raise ValueError(f"the model's configuration contradicts the {CONFIG_FILE} of {where}: {listed}")
 
 
-def _written(assignments: list[Assignment], expert_bias_dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def _written(assignments: list[Assignment], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
     for a in assignments:
         tensors = a.entry.layout.write(_parts_of_all_ranks(a), a.dimensions)
         for name, tensor in zip(a.entry.hf, tensors, strict=True):
-            dtype = _export_dtype(name, a.parameter, expert_bias_dtype)
+            dtype = dtypes.get(name, a.parameter.dtype)
             yield name, tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -216,11 +217,16 @@ def _differences(checkpoint: Checkpoint, table: KeyTable, assignments: list[Assi
         for name, shape in zip(a.entry.hf, a.hf_shapes(), strict=True)
         if name in checkpoint.shapes and checkpoint.shapes[name] != tuple(shape)
     ]
+    used = expected & checkpoint.shapes.keys()
+    no_floats = [
+        f"{name} ({checkpoint.dtypes[name]})" for name in used if not checkpoint.dtypes[name].is_floating_point
+    ]
     return _listed(
         {
             "tensors that the checkpoint lacks": expected - checkpoint.shapes.keys(),
             "tensors that the model has no place for": unknown,
             "tensors of another shape": wrong_shapes,
+            "tensors that are no floats": no_floats,
         }
     )
 

@@ -38,6 +38,8 @@ def find_mask_token(
     for settings in (hf, generation):
         named = settings.get("mask_token_id")
         if named is not None:
+            if type(named) is not int:
+                raise ValueError(f"mask_token_id={named!r} is no whole number; write the id of one token")
             _check_inside(named, family.vocab_size(hf))
             return mask_token_at(named, tokenizer, hf, family)
     if tokenizer is None:

@@ -4,7 +4,7 @@ Both spellings are read and written: that of transformers 4 (``rope_theta``, ``r
 (``rope_parameters``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,9 @@ LLAMA3 = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "old_context_len",
 }
+
+# What rope_parameters hold beside the scaling.
+_NOT_SCALING = ("rope_theta", "partial_rotary_factor")
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Rope:
 
     def to_nemo(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See :class:`Rule`."""
-        theta, scaling = read_rope({"rope_theta": self.default_theta, **hf})
+        theta, scaling = read_rope(hf, self.default_theta)
         known = {"default": {}, **self.scalings}
         if scaling["rope_type"] not in known:
             raise ValueError(f"rope_type={scaling['rope_type']!r} is not supported; known: {', '.join(known)}")
@@ -62,20 +65,31 @@ class Rope:
         return rope_fields(config.rotary_base, scalings[0] if scalings else {"rope_type": "default"})
 
 
-def read_rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+def read_rope(hf: Mapping[str, Any], default_theta: float | None = None) -> tuple[float, dict[str, Any]]:
     """Base and scaling (``rope_type`` and its numbers) of the rotary embedding.
 
     Raises:
-        ValueError: where config.json has no base.
+        ValueError: where config.json has no base, and there is no default.
     """
     parameters = hf.get("rope_parameters") or {}
-    theta = parameters.get("rope_theta", hf.get("rope_theta"))
+    named = (parameters.get("rope_theta"), hf.get("rope_theta"), default_theta)
+    theta = next((base for base in named if base is not None), None)
     if theta is None:
         raise ValueError("config.json has neither rope_theta nor rope_parameters.rope_theta; add the base used")
-    scaling = {name: value for name, value in parameters.items() if name != "rope_theta"} or hf.get("rope_scaling")
+    scaling = {name: value for name, value in parameters.items() if name not in _NOT_SCALING} or hf.get("rope_scaling")
     scaling = dict(scaling or {})
     scaling["rope_type"] = scaling.pop("type", scaling.get("rope_type")) or "default"
     return theta, scaling
+
+
+def partial_factor(default: float) -> Callable[[Mapping[str, Any]], float]:
+    """Default of the field ``partial_rotary_factor``: transformers 5 has it among the ``rope_parameters``."""
+
+    def find(hf: Mapping[str, Any]) -> float:
+        factor = (hf.get("rope_parameters") or {}).get("partial_rotary_factor")
+        return default if factor is None else factor
+
+    return find
 
 
 def rope_fields(theta: float, scaling: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,19 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# As the format spells them.
+# As the format spells them, in the order in which the library puts them into a file: wide types first, because readers
+# want every tensor at a multiple of its width.
 DTYPE_NAMES = {
+    torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
     torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_ORDER = {dtype: position for position, dtype in enumerate(DTYPE_NAMES)}
 
 
 class TensorHeader(NamedTuple):
@@ -51,14 +53,13 @@ class SafetensorsFile:
 
     Args:
         path: the file to make.
-        headers: of its tensors, by name. The file orders them as the library does: wide types first, then by name.
+        headers: of its tensors, by name. The file orders them as the library does: by dtype, then by name.
     """
 
     def __init__(self, path: Path, headers: Mapping[str, TensorHeader]):
         self._path, self._headers = path, headers
         self._offsets: dict[str, int] = {}
-        # Wide types first: readers want every tensor at a multiple of its width.
-        ordered = sorted(headers, key=lambda name: (-headers[name].dtype.itemsize, name))
+        ordered = sorted(headers, key=lambda name: (_ORDER[headers[name].dtype], name))
         content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in ordered:

@@ -2,6 +2,7 @@
 
 import re
 
+import torch
 from torch import Tensor
 
 from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
@@ -20,16 +21,17 @@ class StackedExperts:
     def __init__(self, checkpoint: HFCheckpoint):
         self.path, self.config = checkpoint.path, checkpoint.config
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         self._checkpoint = checkpoint
         self._stack_of: dict[str, tuple[str, int]] = {}
         for stored, shape in checkpoint.shapes.items():
             stacked = _STACKED.fullmatch(stored)
             if stacked is None:
-                self.shapes[stored] = shape
+                self.shapes[stored], self.dtypes[stored] = shape, checkpoint.dtypes[stored]
                 continue
             for expert in range(shape[0]):
                 name = f"{stacked[1]}{expert}.{stacked[2]}.weight"
-                self.shapes[name] = shape[1:]
+                self.shapes[name], self.dtypes[name] = shape[1:], checkpoint.dtypes[stored]
                 self._stack_of[name] = (stored, expert)
 
     def tensor(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:

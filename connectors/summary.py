@@ -25,6 +25,8 @@ class TensorTally:
 
     def __init__(self, config):
         table = family_of(config).key_table(config)
+        # Without the head of a file that holds a tied one too.
+        self._parameters = {name for entry in table.entries() for name in entry.hf}
         self._vocabulary = set(vocabulary_tables(table))
         self._of_expert = {name for entry in table.entries() if entry.of_expert for name in entry.hf}
         # Of an expert's parameters, the share that a token uses.
@@ -37,10 +39,11 @@ class TensorTally:
         """The same (name, tensor) pairs, on the CPU."""
         for name, tensor in tensors:
             self._digests[name] = tensor_digest(name, tensor)
-            self._counts["total"] += tensor.numel()
-            self._counts["embedding"] += tensor.numel() * (name in self._vocabulary)
-            self._counts["of_experts"] += tensor.numel() * (name in self._of_expert)
-            self._dtypes[tensor.dtype] = self._dtypes.get(tensor.dtype, 0) + tensor.numel()
+            parameters = tensor.numel() * (name in self._parameters)
+            self._counts["total"] += parameters
+            self._counts["embedding"] += parameters * (name in self._vocabulary)
+            self._counts["of_experts"] += parameters * (name in self._of_expert)
+            self._dtypes[tensor.dtype] = self._dtypes.get(tensor.dtype, 0) + parameters
             yield name, tensor
 
     def to_json(self) -> dict[str, Any]:

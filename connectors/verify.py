@@ -153,7 +153,7 @@ def _compare_weights(
 def _opened(path: Path) -> tuple[DiffusionCore, Callable[[], Iterator[tuple[str, Tensor]]]]:
     """The model of a checkpoint, and what yields its stored tensors under their Hugging Face names."""
     if (path / "context").is_dir():
-        core = unwrap_model(load_nemo_checkpoint(path).module)
+        core = unwrap_model(load_nemo_checkpoint(path, as_stored=True).module)
         return core, lambda: export_hf_tensors(core)
     checkpoint = HFCheckpoint(path)
     return _hf_core(path), lambda: ((name, checkpoint.tensor(name)) for name in checkpoint.keys())  # noqa: SIM118

@@ -3,7 +3,6 @@
 Shape letters: R rows, H hidden size.
 """
 
-import copy
 import zlib
 from collections.abc import Collection
 
@@ -45,7 +44,7 @@ class GrownCheckpoint:
             raise ValueError(f"mask_init={mask_init!r} is unknown; choose from {', '.join(MASK_INITS)}")
         self.path = checkpoint.path
         self.config = config
-        self.shapes = dict(checkpoint.shapes)
+        self.shapes, self.dtypes = dict(checkpoint.shapes), checkpoint.dtypes
         self._checkpoint = checkpoint
         self._mask_init = mask_init
         self._new_rows: dict[str, Tensor] = {}
@@ -128,18 +127,3 @@ def vocabulary_fields(family: Family) -> list[str]:
 def vocabulary_tables(table: KeyTable) -> list[str]:
     """Tensors with a row per token: embedding and, untied, head."""
     return [name for entry in table.entries() if isinstance(entry.layout, VocabularyRows) for name in entry.hf]
-
-
-def tied_head(family: Family, config) -> tuple[str, str] | None:
-    """Names of the embedding and of the head that a checkpoint would have untied; None for an untied model.
-
-    Args:
-        family: the model's family.
-        config: NeMo's configuration.
-    """
-    if not config.share_embeddings_and_output_weights:
-        return None
-    untied = copy.copy(config)
-    untied.share_embeddings_and_output_weights = False
-    embedding, head = vocabulary_tables(family.key_table(untied))
-    return embedding, head

@@ -1,7 +1,7 @@
 """Dream: Qwen2's weights as a diffusion model whose logits stay those of the next token."""
 
 from nemo_dllm.connectors.config_table import ConfigTable, Field, HiddenPerHead
-from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS
+from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS, one_per_head
 from nemo_dllm.connectors.families.qwen2 import qwen2_key_table
 from nemo_dllm.connectors.family import Family, HFClass
 from nemo_dllm.connectors.rope import Rope
@@ -20,7 +20,7 @@ DREAM = Family(
     config=ConfigTable(
         fields=(
             *DECODER_FIELDS,
-            Field("num_key_value_heads", "num_query_groups"),
+            Field("num_key_value_heads", "num_query_groups", default=one_per_head),
             Field("max_position_embeddings", "seq_length", binding=False),
         ),
         fixed={"hidden_act": "silu", "use_sliding_window": False},

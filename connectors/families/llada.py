@@ -7,6 +7,7 @@ from nemo_dllm.connectors.config_table import ConfigTable, Field, HiddenPerHead
 from nemo_dllm.connectors.decoder_keys import attention_rows, decoder_key_table, dense_mlp_rows
 from nemo_dllm.connectors.family import Family, HFClass
 from nemo_dllm.connectors.key_table import KeyTable
+from nemo_dllm.connectors.rope import read_rope
 
 BLOCK = "model.transformer.blocks.{layer}."
 
@@ -19,6 +20,14 @@ def _nemo_config() -> type:
 
 def _key_value_heads(hf: Mapping[str, Any]) -> int:
     return 1 if hf.get("multi_query_attention") else hf["n_heads"]
+
+
+def _rope_theta(hf: Mapping[str, Any]) -> float:
+    """As transformers 5 spells it."""
+    theta, scaling = read_rope(hf)
+    if scaling["rope_type"] != "default":
+        raise ValueError(f"rope_type={scaling['rope_type']!r} is not supported; known: default")
+    return theta
 
 
 def _key_table(config) -> KeyTable:
@@ -61,7 +70,7 @@ LLADA = Family(
             Field("vocab_size", "vocab_size"),
             Field("embedding_size", "vocab_size", default=lambda hf: hf["vocab_size"]),
             Field("rms_norm_eps", "layernorm_epsilon", default=1e-5),
-            Field("rope_theta", "rotary_base"),
+            Field("rope_theta", "rotary_base", default=_rope_theta),
             Field("weight_tying", "share_embeddings_and_output_weights"),
             Field("max_sequence_length", "seq_length", binding=False),
             Field("init_std", "init_method_std", default=0.02, binding=False),

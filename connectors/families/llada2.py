@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from nemo_dllm.connectors.config_table import ConfigTable, Field, HiddenPerHead
-from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS
+from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS, one_per_head
 from nemo_dllm.connectors.decoder_keys import (
     ATTENTION,
     HF_LAYER,
@@ -25,7 +25,7 @@ from nemo_dllm.connectors.expert_keys import (
 )
 from nemo_dllm.connectors.family import Family, HFClass
 from nemo_dllm.connectors.key_table import KeyTable, QueryKeyValue, Row
-from nemo_dllm.connectors.rope import Rope
+from nemo_dllm.connectors.rope import Rope, partial_factor
 
 HF_ATTENTION = f"{HF_LAYER}attention."
 
@@ -172,9 +172,9 @@ LLADA2 = Family(
     config=ConfigTable(
         fields=(
             *DECODER_FIELDS,
-            Field("num_key_value_heads", "num_query_groups"),
+            Field("num_key_value_heads", "num_query_groups", default=one_per_head),
             Field("head_dim", "kv_channels", default=HiddenPerHead()),
-            Field("partial_rotary_factor", "rotary_percent", default=0.5),
+            Field("partial_rotary_factor", "rotary_percent", default=partial_factor(0.5)),
             Field("max_position_embeddings", "max_position_embeddings", binding=False),
             Field("num_experts", "num_moe_experts"),
             Field("num_experts_per_tok", "moe_router_topk"),

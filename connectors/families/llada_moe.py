@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_dllm.connectors.config_table import ConfigTable, Field, HiddenPerHead
-from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS
+from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS, one_per_head
 from nemo_dllm.connectors.decoder_keys import (
     HF_LAYER,
     attention_rows,
@@ -22,7 +22,7 @@ from nemo_dllm.connectors.expert_keys import (
 )
 from nemo_dllm.connectors.family import Family, HFClass
 from nemo_dllm.connectors.key_table import KeyTable
-from nemo_dllm.connectors.rope import Rope
+from nemo_dllm.connectors.rope import Rope, partial_factor
 
 
 class LayerFrequency:
@@ -81,8 +81,8 @@ LLADA_MOE = Family(
         fields=(
             *(f for f in DECODER_FIELDS if f.nemo != "ffn_hidden_size"),
             Field("dense_intermediate_size", "ffn_hidden_size"),
-            Field("num_key_value_heads", "num_query_groups", default=lambda hf: hf["num_attention_heads"]),
-            Field("partial_rotary_factor", "rotary_percent", default=1.0),
+            Field("num_key_value_heads", "num_query_groups", default=one_per_head),
+            Field("partial_rotary_factor", "rotary_percent", default=partial_factor(1.0)),
             Field("max_position_embeddings", "max_position_embeddings", binding=False),
             Field("num_experts", "num_moe_experts"),
             Field("num_experts_per_tok", "moe_router_topk"),

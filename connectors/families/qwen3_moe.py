@@ -5,7 +5,7 @@ from typing import Any
 
 from nemo_dllm.connectors.a2d import a2d_class
 from nemo_dllm.connectors.config_table import ConfigTable, Field
-from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS
+from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS, one_per_head
 from nemo_dllm.connectors.decoder_keys import (
     attention_rows,
     decoder_key_table,
@@ -87,7 +87,7 @@ def key_table(config) -> KeyTable:
 CONFIG_TABLE = ConfigTable(
     fields=(
         *DECODER_FIELDS,
-        Field("num_key_value_heads", "num_query_groups"),
+        Field("num_key_value_heads", "num_query_groups", default=one_per_head),
         Field("head_dim", "kv_channels", default=128),
         Field("max_position_embeddings", "max_position_embeddings", binding=False),
         Field("num_experts_per_tok", "moe_router_topk"),

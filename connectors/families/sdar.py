@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_dllm.connectors.config_table import ConfigTable, Field
-from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS
+from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS, one_per_head
 from nemo_dllm.connectors.families.qwen3 import qwen3_key_table
 from nemo_dllm.connectors.family import Family, HFClass
 from nemo_dllm.connectors.rope import Rope
@@ -35,7 +35,7 @@ SDAR = Family(
     config=ConfigTable(
         fields=(
             *DECODER_FIELDS,
-            Field("num_key_value_heads", "num_query_groups"),
+            Field("num_key_value_heads", "num_query_groups", default=one_per_head),
             Field("head_dim", "kv_channels", default=128),
             Field("max_position_embeddings", "max_position_embeddings", binding=False),
         ),

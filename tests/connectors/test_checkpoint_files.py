@@ -91,14 +91,19 @@ def test_names_a_truncated_file(sharded, keep):
         HFCheckpoint(sharded)
 
 
+@pytest.mark.parametrize("all_named", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_names_a_tensor_that_is_not_finite(make_twin, value):
+def test_names_the_tensors_that_are_not_finite(make_twin, value, all_named):
     def damage(tensors):
         tensors["model.layers.1.mlp.up_proj.weight"][5, 5] = value
+        if all_named:
+            tensors["lm_head.weight"][0, 0] = value
 
     checkpoint = HFCheckpoint(make_twin("qwen3", damage))
     assert checkpoint.tensor("model.layers.1.mlp.up_proj.weight", rows=slice(0, 5)).isfinite().all()
-    with pytest.raises(ValueError, match=r"model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight holds NaN"):
+    names = ["lm_head.weight"] * all_named + ["model.layers.1.mlp.up_proj.weight"]
+    expected = rf"model\.safetensors: {', '.join(names)} hold{'' if all_named else 's'} NaN or infinity; the checkpoint"
+    with pytest.raises(ValueError, match=expected):
         checkpoint.tensor("model.layers.1.mlp.up_proj.weight")
 
 

@@ -2,9 +2,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from nemo_dllm.connectors.config_table import ConfigTable, Field, hf_dtype
+from nemo_dllm.connectors.config_table import ConfigTable, Field
 from nemo_dllm.connectors.families.qwen3 import QWEN3
 from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.rope import Rope
@@ -98,14 +97,6 @@ def test_refuses_rotary_scaling_that_it_does_not_know(models):
         QWEN3.config.to_nemo(hf_config(models, rope_scaling={"rope_type": "yarn", "factor": 4.0}))
 
 
-def test_dtypes():
-    assert hf_dtype({"torch_dtype": "bfloat16"}) == torch.bfloat16
-    assert hf_dtype({"dtype": "float32", "torch_dtype": "bfloat16"}) == torch.float32
-    assert hf_dtype({}) is None
-    with pytest.raises(ValueError, match="dtype 'int8'; known: float32, bfloat16, float16"):
-        hf_dtype({"dtype": "int8"})
-
-
 class Config:
     """A NeMo configuration of the table below."""
 
@@ -139,3 +130,45 @@ def test_update_changes_nothing_but_what_differs():
     updated = TABLE.update(HF, Config(rotary_base=1e6))
     assert TABLE.to_nemo(updated)["rotary_base"] == 1e6
     assert updated["other"] == [1]
+
+
+FAMILIES = (
+    *("qwen3", "qwen2", "llama", "sdar", "dream", "llada", "llada_gqa"),
+    *("qwen3_moe", "sdar_moe", "llada_moe", "llada2_moe"),
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_null_says_as_little_as_a_field_that_is_not_there(models, name):
+    """As transformers saves fields without a value; what no default stands in for is named either way."""
+    source = hf_config(models, name)
+    family = find_family(source)
+    for field in source.keys() - {"model_type", "architectures"}:
+        assert outcome(family, source | {field: None}) == outcome(family, hf_config(models, name, **{field: ...})), (
+            field
+        )
+
+
+def outcome(family, config):
+    try:
+        return family.config.to_nemo(config)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "sdar", "dream", "qwen3_moe", "llada2_moe"])
+def test_without_a_number_of_keys_every_head_has_its_own(models, name):
+    config = hf_config(models, name, num_key_value_heads=None)
+    assert find_family(config).config.to_nemo(config)["num_query_groups"] == config["num_attention_heads"]
+
+
+def test_the_rotary_fields_of_transformers_5(models):
+    """Base and rotated part of a head in one dict."""
+    rope = {"rope_type": "default", "rope_theta": 3e5, "partial_rotary_factor": 0.25}
+    config = hf_config(models, "llada2_moe", rope_theta=..., partial_rotary_factor=..., rope_parameters=rope)
+    values = find_family(config).config.to_nemo(config)
+    assert (values["rotary_base"], values["rotary_percent"]) == (3e5, 0.25)
+    config = hf_config(models, "llada", rope_theta=..., rope_parameters=rope)
+    assert find_family(config).config.to_nemo(config)["rotary_base"] == 3e5
+    with pytest.raises(ValueError, match="rope_type='yarn' is not supported"):
+        find_family(config).config.to_nemo(config | {"rope_parameters": rope | {"rope_type": "yarn"}})

@@ -106,8 +106,10 @@ def test_a_checkpoint_of_dense_llada(models):
         assert LLADA.config.to_nemo(hf_config(models, "llada_gqa", **change))["num_query_groups"] == groups
     unnamed = hf_config(models, "llada", mlp_hidden_size=None, mlp_ratio=3)
     assert LLADA.config.to_nemo(unnamed)["ffn_hidden_size"] == 192
-    with pytest.raises(ValueError, match="config.json lacks rope_theta, weight_tying$"):
-        LLADA.config.to_nemo(hf_config(models, "llada", weight_tying=..., rope_theta=...))
+    with pytest.raises(ValueError, match="config.json lacks n_layers, weight_tying$"):
+        LLADA.config.to_nemo(hf_config(models, "llada", weight_tying=..., n_layers=...))
+    with pytest.raises(ValueError, match="neither rope_theta nor rope_parameters.rope_theta"):
+        LLADA.config.to_nemo(hf_config(models, "llada", rope_theta=...))
 
 
 def test_llada_s_tables_have_embedding_size_rows(models):

@@ -168,7 +168,8 @@ def test_the_imported_context_has_the_mask_token(make_model, models, tmp_path):
         "mask_token_id": 196,
         "mask_token_added": True,
         "special_token_ids": {"bos_token_id": 191, "eos_token_id": 192, "pad_token_id": 191},
-        "expert_bias_dtype": None,
+        "other_dtypes": {},
+        "repeats_head": False,
         "ar_loss_weight": 0.0,
         "block_start": "clean_prefix",
     }

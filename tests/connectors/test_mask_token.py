@@ -2,6 +2,7 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from nemo_dllm.connectors.facts import CheckpointFacts, read_facts
 from nemo_dllm.connectors.families.qwen3 import QWEN3
@@ -103,16 +104,17 @@ def test_facts_of_an_autoregressive_checkpoint(models):
         mask_token_id=196,
         mask_token_added=True,
         special_token_ids={"bos_token_id": 191, "eos_token_id": 192, "pad_token_id": 191},
-        expert_bias_dtype=None,
+        other_dtypes={},
+        repeats_head=False,
     )
     assert CheckpointFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
 
 
 def test_facts_that_config_json_states(make_twin):
-    twin = make_twin("a2d_qwen3", right_shift_logits=True, mask_token_id=9, block_size=4, dtype="bfloat16")
+    twin = make_twin("a2d_qwen3", right_shift_logits=True, mask_token_id=9, block_size=4)
     facts = read_facts(twin)
     assert (facts.attention, facts.right_shift, facts.mask_token_id) == ("bidirectional", True, 9)
-    assert (facts.block_size, facts.dtype) == (4, "bfloat16")
+    assert facts.block_size == 4
 
 
 def test_facts_without_tokenizer_and_dtype(make_twin):
@@ -132,7 +134,13 @@ def test_the_dtype_is_that_of_the_most_weights(make_twin):
         for name in tensors:
             tensors[name] = tensors[name] if "norm" in name else tensors[name].bfloat16()
 
-    assert read_facts(make_twin("qwen3", halve_all_but_norms, torch_dtype=...)).dtype == "bfloat16"
+    # Whatever config.json says.
+    facts = read_facts(make_twin("qwen3", halve_all_but_norms, torch_dtype="float16"))
+    assert facts.dtype == "bfloat16"
+    assert set(facts.other_dtypes.values()) == {"float32"}
+    assert all("norm" in name for name in facts.other_dtypes)
+    assert facts.dtype_of("model.norm.weight") == torch.float32
+    assert facts.dtype_of("lm_head.weight") == torch.bfloat16
 
 
 def test_facts_report_a_mask_token_that_needs_a_new_row(make_twin):
@@ -142,6 +150,21 @@ def test_facts_report_a_mask_token_that_needs_a_new_row(make_twin):
 
     facts = read_facts(make_twin("qwen3", cut, vocab_size=196))
     assert (facts.mask_token_id, facts.mask_token_added) == (196, True)
+
+
+@pytest.mark.parametrize("named", ["196", 196.0, True, [196]])
+def test_a_mask_token_id_that_is_no_whole_number(make_twin, named):
+    with pytest.raises(ValueError, match=r"mask_token_id=.* is no whole number; write the id of one token"):
+        read_facts(make_twin("qwen3", mask_token_id=named))
+
+
+def test_weights_in_a_dtype_that_is_never_trained(make_twin):
+    def widen(tensors):
+        for name in tensors:
+            tensors[name] = tensors[name].double()
+
+    with pytest.raises(ValueError, match=r"twin: its weights are torch.float64; save them in one of torch.float32, "):
+        read_facts(make_twin("qwen3", widen))
 
 
 @pytest.mark.parametrize("without_decoder", [False, True])
