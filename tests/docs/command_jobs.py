@@ -24,6 +24,7 @@ def run(command, folder, output):
         return
     script = Path(__file__).parents[2] / arguments[0]
     sys.argv = [str(script), *arguments[1:]]
+    sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
 
 
