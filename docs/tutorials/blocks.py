@@ -1,7 +1,7 @@
 """Turn an autoregressive model into block diffusion models, one per block size, and measure what the size does.
 
-    python docs/tutorials/blocks.py runs/blocks                                            # a tiny model, trained here
-    python docs/tutorials/blocks.py runs/blocks --hf smollm2 --texts tinyshakespeare.txt
+    python docs/tutorials/blocks.py runs/blocks                      # a tiny model, trained here
+    python docs/tutorials/blocks.py runs/smollm2 --hf smollm2 --texts tinyshakespeare.txt
 
 Each size starts from the same checkpoint, takes the same steps on the same rows, and is validated before and after.
 Samples then come from its checkpoint, a token per pass and by confidence. OUT gets `result.json`, written after each
@@ -31,7 +31,6 @@ import nemo_run as run  # noqa: E402
 import torch  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from plot_blocks import draw  # noqa: E402
-from rich.box import SIMPLE_HEAD  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from smollm2 import Curve, read_documents, write_documents  # noqa: E402
@@ -167,7 +166,8 @@ def sample(checkpoint: Path, prompts_BL: torch.Tensor, source, arguments: argpar
             settings = {"threshold": threshold, "temperature": arguments.temperature, "stop_at_eos": False, "seed": 0}
             config = model.sampler_config(max_new_tokens=arguments.new_tokens, **settings)
             denoiser, canvas = CountedDenoiser(model.denoiser), {"mask_token_id": model.mask_token_id}
-            generate(denoiser, prompts_BL[:1].tolist(), config, device=model.device, **canvas)  # The first is slower.
+            warm_up = replace(config, max_new_tokens=min(8, arguments.new_tokens))
+            generate(denoiser, prompts_BL[:1].tolist(), warm_up, device=model.device, **canvas)
             denoiser.calls, start = 0, time.perf_counter()
             rows = [
                 generate(denoiser, [prompt], config, row_ids=[row], device=model.device, **canvas).sequences[0].cpu()
@@ -198,12 +198,10 @@ def measure(block_size: str, hf: Path, texts: Path | None, prompts_BL, source, a
 def report(result: dict) -> Table:
     """The table of all sizes."""
     source, threshold = result["source"], result["settings"]["threshold"]
-    table = Table(
-        title=f"autoregressive source: {source['nll']:.3f} nats per token, perplexity {source['perplexity']:,.1f}",
-        caption="bound: nats per token before and after training, and its perplexity; tok/s: tokens per second; "
-        "calls: of the model, per sampled token; judged: perplexity of the samples to the source",
-        box=SIMPLE_HEAD,
-    )
+    title = f"autoregressive source: {source['nll']:.3f} nats per token, perplexity {source['perplexity']:,.1f}"
+    caption = "bound: nats per token; tok/s: tokens per second; calls: of the model, per sampled token; judged: "
+    caption += "perplexity of the samples to the source"
+    table = Table(title=title, caption=caption, box=None, padding=(0, 1, 0, 0))
     sampling = [f"{name}\n{what}" for name in ("1/pass", f"> {threshold}") for what in ("tok/s", "calls", "judged")]
     for column in ("block\nsize", "bound\nbefore", "bound\nafter", "perpl.\nafter", "train\ntok/s", *sampling):
         table.add_column(column, justify="right")

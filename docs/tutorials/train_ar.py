@@ -68,10 +68,10 @@ def read_rows(
 @torch.no_grad()
 def nats_per_token(model: LlamaForCausalLM, tokens_BL: torch.Tensor, given: int = 1) -> float:
     """Mean negative log-likelihood of the tokens behind the first ``given`` of each row."""
-    total, device = 0.0, model.device
-    for tokens_1L in tokens_BL[:, None].to(device):
-        logits_LV = model(tokens_1L).logits[0, given - 1 : -1].float()
-        total += F.cross_entropy(logits_LV, tokens_1L[0, given:], reduction="sum").item()
+    total = 0.0
+    for part_BL in tokens_BL.to(model.device).split(4):
+        logits_BLV = model(part_BL).logits[:, given - 1 : -1].float()
+        total += F.cross_entropy(logits_BLV.flatten(0, 1), part_BL[:, given:].flatten(), reduction="sum").item()
     return total / tokens_BL[:, given:].numel()
 
 
