@@ -85,26 +85,26 @@ def preprocess(
     prefix = Path(output_prefix)
     if not overwrite and prefix.with_name(f"{prefix.name}.idx").exists():
         raise FileExistsError(f"'{prefix}.idx' exists; choose another output_prefix, or pass overwrite=True")
-    workers = _check_workers(workers)
-    check_max_bad_rows(max_bad_rows)
+    workers = _check_numbers(workers, max_bad_rows)
     sources = find_sources([inputs] if isinstance(inputs, (str, Path)) else inputs, format, split)
     check_text_column(sources, text_field)
     options = EncodeOptions.of(load_tokenizer(tokenizer), text_field, append_eos, prepend_bos)
     parts_folder = prefix.with_name(f"{prefix.name}.parts")
-    with _kept_parts_told(parts_folder), _locked(parts_folder):
+    with _kept_parts_told(parts_folder), _locked(parts_folder), full_disk_named(prefix.parent):
         start = time.perf_counter()
         reports = _encode(sources, parts_folder, options, workers, max_bad_rows, progress)
         report = PreprocessReport.of(sources, reports, time.perf_counter() - start)
         if not report.documents:
             raise ValueError(f"{len(sources)} inputs hold no document: {report.summary()}")
-        with full_disk_named(prefix.parent):
-            _join(prefix, parts_folder, len(reports), options.dtype)
-            prefix.with_name(f"{prefix.name}.report.json").write_text(report.to_json())
+        _join(prefix, parts_folder, len(reports), options.dtype)
+        prefix.with_name(f"{prefix.name}.report.json").write_text(report.to_json())
         shutil.rmtree(parts_folder)
     return report
 
 
-def _check_workers(workers: int | None) -> int:
+def _check_numbers(workers: int | None, max_bad_rows: int) -> int:
+    """The number of workers."""
+    check_max_bad_rows(max_bad_rows)
     if workers is None:
         return len(os.sched_getaffinity(0))
     if workers < 1:
