@@ -26,9 +26,15 @@ MDLM = "python benchmarks/train.py qwen3_{size}_mdlm_pretrain --sequences {seque
 BD3LM = "python benchmarks/train.py qwen3_0p6b_bd3lm_pretrain --sequences 16 --steps 8 --warmup 6 --block-size 32"
 LOCAL = " --transformer-impl local"
 FULL_RECOMPUTATION = (
-    " --set 'model.config.recompute_granularity=\"full\"' 'model.config.recompute_method=\"uniform\"'"
+    "'model.config.recompute_granularity=\"full\"' 'model.config.recompute_method=\"uniform\"'"
     " model.config.recompute_num_layers=1"
 )
+# Four layers of the real widths: what one GPU holds in training.
+EXPERTS = {
+    "qwen3_30b_a3b_mdlm_pretrain": "model.config.num_layers=4",
+    "llada2_mini_pretrain": "model.config.num_layers=4 'model.config.moe_layer_freq=[0,1,1,1]'",
+}
+EXPERTS_STEP = "python benchmarks/train.py {recipe} --sequences 16 --steps 10 --warmup 6{layers} --set {fields}"
 _KILL, _OTHER = "test_a_killed_run_goes_on_and_its_model_writes", "test_a_run_goes_on_with_the_other_layers"
 _INTO_LOCAL = "test_weights_trained_with_transformer_engine_load_into_local_layers"
 # A process for each kind of layers: what Megatron chooses at its import stays.
@@ -78,9 +84,21 @@ GROUPS = {
             "bd3lm_0p6b_te": BD3LM,
             "bd3lm_0p6b_local": BD3LM + LOCAL,
             "bd3lm_32k": (
-                "python benchmarks/train.py qwen3_0p6b_bd3lm_pretrain --sequences 1 --length 32768 --steps 2 --warmup 2"
-                + FULL_RECOMPUTATION
+                "python benchmarks/train.py qwen3_0p6b_bd3lm_pretrain --sequences 1 --length 32768 --steps 2 --warmup 2 "
+                "--set " + FULL_RECOMPUTATION
             ),
+        },
+    ),
+    "experts": Group(
+        at_once=1,
+        commands={
+            f"{recipe}{tag}": EXPERTS_STEP.format(recipe=recipe, layers=layers, fields=f"{fields} {more}".strip())
+            for recipe, fields in EXPERTS.items()
+            for tag, layers, more in (
+                ("_te", "", ""),
+                ("_local", LOCAL, ""),
+                ("_recomputed", "", FULL_RECOMPUTATION),
+            )
         },
     ),
 }

@@ -74,7 +74,8 @@ def one_device_recipe(arguments: argparse.Namespace, clock: Clock, folder: str) 
     set_precision(recipe, arguments.precision)
     trainer, strategy = recipe.trainer, recipe.trainer.strategy
     trainer.num_nodes = trainer.devices = 1
-    strategy.tensor_model_parallel_size = strategy.pipeline_model_parallel_size = 1
+    for degree in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
+        setattr(strategy, f"{degree}_parallel_size", 1)
     strategy.sequence_parallel = strategy.ddp.overlap_grad_reduce = strategy.ddp.overlap_param_gather = False
     trainer.max_steps = arguments.warmup + arguments.steps
     trainer.limit_val_batches = 0
