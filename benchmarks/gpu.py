@@ -84,8 +84,8 @@ GROUPS = {
             "bd3lm_0p6b_te": BD3LM,
             "bd3lm_0p6b_local": BD3LM + LOCAL,
             "bd3lm_32k": (
-                "python benchmarks/train.py qwen3_0p6b_bd3lm_pretrain --sequences 1 --length 32768 --steps 2 --warmup 2 "
-                "--set " + FULL_RECOMPUTATION
+                "python benchmarks/train.py qwen3_0p6b_bd3lm_pretrain --sequences 1 --length 32768 --steps 2 "
+                "--warmup 2 --set " + FULL_RECOMPUTATION
             ),
         },
     ),
