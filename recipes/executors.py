@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nemo_run as run
-from lightning.pytorch import Trainer
 from nemo.collections import llm
 from nemo_run.core.execution.launcher import Torchrun
 
@@ -21,6 +20,8 @@ ENVIRONMENT = {
     "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
     # Kernels start in the order in which Megatron overlaps them with communication.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # Seconds that torchrun gives its processes after SIGTERM; without it they have 30 for a step and a checkpoint.
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS),
 }
 
 
@@ -95,20 +96,6 @@ def number_of_devices(trainer: run.Config) -> int:
     if not isinstance(devices, int) or devices < 1:
         raise ValueError(f"trainer.devices={devices!r} is a number only where the GPUs are; set the number per node")
     return devices
-
-
-def check_processes(trainer: Trainer) -> None:
-    """Check that as many processes have been started as the trainer asks for.
-
-    Raises:
-        ValueError: names both numbers.
-    """
-    devices, nodes = trainer.num_devices, trainer.num_nodes
-    if trainer.world_size != devices * nodes:
-        raise ValueError(
-            f"trainer.devices={devices} and trainer.num_nodes={nodes} ask for {devices * nodes} processes, "
-            f"{trainer.world_size} have been started; set them to what torchrun or srun starts per node, and on nodes"
-        )
 
 
 def _fit_slurm(executor: run.SlurmExecutor, nodes: int, devices: int) -> None:

@@ -81,6 +81,7 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
         ValueError: names fields, values and a fix.
     """
     strategy, config = trainer.strategy, model.config
+    _check_processes(trainer)
     _check_fields(strategy)
     model_size = (
         strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size * strategy.context_parallel_size
@@ -124,6 +125,15 @@ def _check_adapters(
         raise ValueError(
             "peft adapts a trained model, and init_from is None, which is random weights; set init_from to a Hugging "
             "Face folder, a name on the Hub (hf://NAME) or a NeMo checkpoint"
+        )
+
+
+def _check_processes(trainer: nl.Trainer) -> None:
+    devices, nodes = trainer.num_devices, trainer.num_nodes
+    if trainer.world_size != devices * nodes:
+        raise ValueError(
+            f"trainer.devices={devices} and trainer.num_nodes={nodes} ask for {devices * nodes} processes, "
+            f"{trainer.world_size} have been started; set them to what torchrun or srun starts per node, and on nodes"
         )
 
 

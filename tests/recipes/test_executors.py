@@ -216,9 +216,9 @@ def test_the_nemo_command_knows_the_executors_and_fits_them():
 def test_another_number_of_processes_than_the_trainer_asks_for():
     from types import SimpleNamespace
 
-    from nemo_dllm.recipes.executors import check_processes
+    from nemo_dllm.recipes.tasks import check_settings
 
-    check_processes(SimpleNamespace(num_devices=2, num_nodes=3, world_size=6))
+    trainer = SimpleNamespace(num_devices=2, num_nodes=1, world_size=4, strategy=None)
     message = "^trainer.devices=2 and trainer.num_nodes=1 ask for 2 processes, 4 have been started; set them to what"
     with pytest.raises(ValueError, match=message):
-        check_processes(SimpleNamespace(num_devices=2, num_nodes=1, world_size=4))
+        check_settings(SimpleNamespace(config=None), None, trainer)

@@ -23,6 +23,7 @@ def text(tmp_path_factory):
 def run_recipe(forks, text, tmp_path_factory):
     """Runs a tiny recipe, made smaller still, in a folder, with some of its fields edited.
 
+    ``folder`` is that of all ranks or a list of one for each; ``torchrun`` has torchrun's agent start the ranks.
     Returns what recorded_run.py wrote, of each rank where there are several. ``exit_code`` is by default that of a run
     that was killed where asked for, ``signals`` are further arguments of it.
     """
@@ -49,13 +50,22 @@ def run_recipe(forks, text, tmp_path_factory):
     }
 
     def run(
-        folder, ranks=1, killed_after=None, precision="fp32", factory="mdlm_tiny", exit_code=None, signals=None, **edits
+        folder,
+        ranks=1,
+        killed_after=None,
+        precision="fp32",
+        factory="mdlm_tiny",
+        exit_code=None,
+        signals=None,
+        torchrun=False,
+        **edits,
     ):
         records = tmp_path_factory.mktemp("records")
         edits = {name.replace("__", "."): value for name, value in edits.items()}
         processes = []
         for rank in range(ranks):
-            job = {"folder": str(folder), "records": str(records), "rank": rank, "ranks": ranks}
+            folders = [str(one) for one in folder] if isinstance(folder, list) else str(folder)
+            job = {"folder": folders, "records": str(records), "rank": rank, "ranks": ranks, "launched": torchrun}
             job |= {
                 "killed_after": killed_after,
                 "precision": precision,
@@ -63,15 +73,22 @@ def run_recipe(forks, text, tmp_path_factory):
                 "edits": small | {"trainer.devices": ranks} | edits,
                 **(signals or {}),
             }
-            processes.append(forks.Process(target=runpy.run_path, args=(str(script), {"job": job}, "__main__")))
-            processes[-1].start()
+            arguments = (str(script), {"job": job}, "__main__")
+            if not torchrun:
+                processes.append(forks.Process(target=runpy.run_path, args=arguments))
+        if torchrun:
+            launch = {"ranks": ranks, "logs": f"{records}/torchrun", "arguments": arguments}
+            arguments = (str(script.with_name("torchrun_launch.py")), launch, "__main__")
+            processes.append(forks.Process(target=runpy.run_path, args=arguments))
         for process in processes:
-            process.join(timeout=120)
+            process.start()
+        for process in processes:
+            process.join(timeout=600)
             if process.is_alive():
                 process.kill()
         expected = exit_code if exit_code is not None else 0 if killed_after is None else -9
         consoles = [(records / f"console{rank}").read_text() for rank in range(ranks)]
-        assert [process.exitcode for process in processes] == [expected] * ranks, consoles[0][-3000:]
+        assert {process.exitcode for process in processes} == {expected}, consoles[0][-3000:]
         written = [json.loads((records / f"record{rank}").read_text()) for rank in range(ranks)]
         for record, console in zip(written, consoles, strict=True):
             record["console"] = console

@@ -3,8 +3,10 @@
 Keys of a record: ``losses``, ``samples`` and ``rates`` by step; ``validations``, a list of (step, metrics);
 ``train``, a list of (step, metrics logged last); ``start``, the step; ``epoch``, the number of the last one;
 ``validation_tokens`` and ``validation_bytes``. The console is in ``console`` and the rank's number.
+``folder`` is one for all ranks, or a list of one for each; ``launched`` says that torchrun has started the ranks.
 """
 
+import inspect
 import json
 import os
 import signal
@@ -13,12 +15,18 @@ from pathlib import Path
 
 import fiddle as fdl
 import lightning.pytorch as pl
+import nemo_run as run
 import torch
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from nemo.lightning import MegatronStrategy, ModelCheckpoint
+from nemo.lightning.io.pl import TrainerContext
 
+from nemo_dllm.collections.diffusion.models.lora import LoRA
 from nemo_dllm.collections.diffusion.training.metrics import DiffusionMetrics
 from nemo_dllm.recipes import tiny
 from nemo_dllm.recipes.builder import set_precision
+from nemo_dllm.recipes.tasks import finetune
 
 
 class Recorder(pl.Callback):
@@ -95,24 +103,59 @@ def interrupt_saves_after(step, trainer):
     FileSystemWriterAsync.write_preloaded_data = staticmethod(interrupted)
 
 
+def kill_save_after(step, point, trainer):
+    """SIGKILL to this process in the middle of saving a checkpoint, where ``point`` says."""
+    owner, name, late = POINTS[point]
+    function = getattr(owner, name)
+
+    def killed(*arguments, **named):
+        result = function(*arguments, **named) if late or trainer.global_step < step else None
+        if trainer.global_step >= step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    setattr(owner, name, staticmethod(killed) if static else killed)
+
+
+# What is about to happen, or has just happened.
+POINTS = {
+    "no file": (FileSystemWriterAsync, "write_preloaded_data", False),
+    "one file of several": (FileSystemWriterAsync, "write_preloaded_data", True),
+    "no index": (FileSystemWriterAsync, "finish", False),
+    "no metadata.json": (serialization, "save_config", False),
+    "no context": (TrainerContext, "io_dump", False),
+    "marker": (ModelCheckpoint, "remove_checkpoint_unfinished_marker", False),
+    "removal": (MegatronStrategy, "remove_checkpoint", True),
+}
+
+
 def main(
     folder, records, rank, ranks, killed_after, precision, factory, edits,
-    killed_by=signal.SIGKILL, killed_rank=None, interrupted_save=None,
+    killed_by=signal.SIGKILL, killed_rank=None, interrupted_save=None, killed_save=None, launched=False,
+    lora_from=None,
 ):  # fmt: skip
+    if launched:
+        rank = int(os.environ["RANK"])
     console = os.open(f"{records}/console{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(console, 1)
     os.dup2(console, 2)
     # A test's captured output is not this process's.
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     torch.set_num_threads(1)
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks))
-    recipe = getattr(tiny, factory)(dir=folder)
+    if not launched:
+        os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks))
+    recipe = getattr(tiny, factory)(dir=folder if isinstance(folder, str) else folder[rank])
+    if lora_from is not None:
+        adapters = {"peft": run.Config(LoRA, dim=4), "init_from": lora_from}
+        recipe = run.Partial(finetune, **recipe.__arguments__, **adapters)
     set_precision(recipe, precision)
     for field, value in edits.items():
         edit(recipe, field, value)
     built = fdl.build(recipe)
     trainer = built.keywords["trainer"]
-    trainer.strategy.store = torch.distributed.FileStore(f"{records}/store", ranks)
+    if not launched:
+        trainer.strategy.store = torch.distributed.FileStore(f"{records}/store", ranks)
     if killed_rank not in (None, rank):
         killed_after = None
     recorder = Recorder(Path(records) / f"record{rank}", killed_after, killed_by)
@@ -120,6 +163,8 @@ def main(
         # A background process of a shell, and so of a test, ignores Ctrl-C.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         interrupt_saves_after(interrupted_save, trainer)
+    if killed_save is not None:
+        kill_save_after(*killed_save, trainer)
     recorder.watch(built.keywords["model"].objective)
     trainer.callbacks.append(recorder)
     built()
