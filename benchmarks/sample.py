@@ -3,9 +3,9 @@
     python benchmarks/sample.py sdar_8b --batch 1 128 --context 1024
 
 Times stand beside the roofline: the larger of bytes over bandwidth and operations over throughput, of one pass. Bytes
-are the weights that the pass reads, keys and values of what it attends to, and the logits it writes. Tokens per second
-are those of the sampler, the prompt's encoding included, with a fixed number of tokens committed by each forward, as a
-trained model would by its confidence.
+are the weights that it reads, keys and values of what it attends to, and the logits it writes. Tokens per second are
+the sampler's, the prompt's encoding included, with a fixed number of tokens committed by each forward, as a trained
+model would by its confidence; overhead is the share of that time outside of the model.
 """
 
 import argparse
@@ -43,8 +43,9 @@ from nemo_dllm.connectors.build import build_on_cpu  # noqa: E402
 H200_BYTES_PER_SECOND = 4.8e12
 COMMITTED = (1, 2, 4)
 ROUNDS = 5
-CANVAS_BLOCK = 32
-"""Positions per semi-autoregressive block of models without blocks."""
+COLUMNS = ("shape", "rows", "what", "ms", "roofline ms", "of roofline", "bound by", "GB", "TFLOP")
+COLUMNS += ("tokens/s", "forwards", "tokens per forward and row", "s", "overhead")
+CANVAS_BLOCK = 32  # Positions per semi-autoregressive block of models without blocks.
 
 
 class Shape(NamedTuple):
@@ -127,16 +128,9 @@ class TimedDenoiser:
     """A denoiser whose passes are timed."""
 
     def __init__(self, model: MegatronDenoiser):
-        self.model, self.clock, self.new_cache = model, Clock(), model.new_cache
-
-    def score_positions(self, *arguments, **named):
-        return self.clock(self.model.score_positions, *arguments, **named)
-
-    def denoise(self, *arguments, **named):
-        return self.clock(self.model.denoise, *arguments, **named)
-
-    def commit(self, *arguments, **named):
-        return self.clock(self.model.commit, *arguments, **named)
+        self.clock, self.new_cache = Clock(), model.new_cache
+        for name in ("score_positions", "denoise", "commit", "score_and_keep"):
+            setattr(self, name, partial(self.clock, getattr(model, name)))
 
 
 def pass_cost(core, rows: int, positions: int, keys: int, scored: int) -> tuple[float, float]:
@@ -230,21 +224,20 @@ def sampler_run(model: MegatronDenoiser, rows: int, committed: int, cache: str |
     )
     timed = TimedDenoiser(model)
     prompts = torch.randint(1, model.core.logical_vocab_size, (rows, arguments.context)).tolist()
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    wait()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     start = time.perf_counter()
     result = generate(timed, prompts, config, mask_token_id=0, device=device_of(model))
-    wait()
     seconds = time.perf_counter() - start
     in_model = sum(timed.clock.seconds())
-    tokens = rows * arguments.new_tokens
     return {
         "what": f"sampler, {committed} per forward, cache {cache}",
-        "tokens/s": round(tokens / seconds, 1),
+        "tokens/s": round(rows * arguments.new_tokens / seconds, 1),
         "forwards": result.steps,
         "tokens per forward and row": round(arguments.new_tokens / result.steps, 2),
         "s": round(seconds, 3),
-        "outside the model": f"{100 * (1 - in_model / seconds):.0f} %",
+        "ms": _digits(1000 * seconds / result.steps),
+        "overhead": f"{100 * (1 - in_model / seconds):.1f} %",
     }
 
 
@@ -264,6 +257,11 @@ def measurements(model: MegatronDenoiser, rows: int, arguments: argparse.Namespa
     return [lambda: canvas_forward(model, rows, arguments), lambda: block_step(model, rows, arguments), *runs]
 
 
+def print_row(row: dict) -> None:
+    """A row of a Markdown table, at once."""
+    print(f"| {' | '.join(str(row.get(name, '')) for name in COLUMNS)} |", flush=True)
+
+
 def main(given: list[str] | None = None) -> None:
     """Parse the command line, measure, print a row each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -273,7 +271,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--block-size", type=int, help="default: the model's; 32 for models without blocks")
     parser.add_argument("--layers", type=int, help="default: the model's")
-    parser.add_argument("--caches", nargs="+", help="of the sampler: none, exact, approximate_prefix, approximate_dual")
+    parser.add_argument("--caches", nargs="+", help="of the sampler: none, exact, approximate_prefix, ...")
     parser.add_argument("--bandwidth", type=float, default=H200_BYTES_PER_SECOND, help="bytes per second")
     parser.add_argument("--flops", type=float, default=H200_BF16_FLOPS, help="operations per second")
     parser.add_argument("--json", metavar="FILE", help="append rows as lines of JSON")
@@ -282,6 +280,8 @@ def main(given: list[str] | None = None) -> None:
     block_size = shape.block_size and (arguments.block_size or shape.block_size)
     with torch.no_grad():
         model = build(shape, block_size, arguments.layers)
+        for heads in (COLUMNS, ["---"] * len(COLUMNS)):
+            print_row(dict(zip(COLUMNS, heads, strict=True)))
         for rows in arguments.batch:
             for measure in measurements(model, rows, arguments):
                 row = {"shape": arguments.shape, "rows": rows}
@@ -290,7 +290,7 @@ def main(given: list[str] | None = None) -> None:
                 except torch.cuda.OutOfMemoryError:
                     torch.cuda.empty_cache()
                     row |= {"what": "out of memory"}
-                print("  ".join(f"{name}: {value}" for name, value in row.items()), flush=True)
+                print_row(row)
                 if arguments.json:
                     with open(arguments.json, "a") as file:
                         file.write(json.dumps(row) + "\n")

@@ -32,12 +32,18 @@ def test_bytes_and_operations_by_hand(benchmark):
     assert operations == 2 * rows * (positions * matrices + scored * hidden * vocab) + attention
 
 
-@pytest.mark.parametrize("shape, caches", [("tiny", ["exact"]), ("tiny_canvas", ["None", "approximate_dual"])])
+@pytest.mark.parametrize(
+    "shape, caches", [("tiny", ["exact"]), ("tiny_canvas", ["None", "approximate_dual", "approximate_delayed"])]
+)
 def test_a_table(benchmark, tmp_path, capsys, shape, caches):
     options = ["--context", "32", "--new-tokens", "32", "--json", str(tmp_path / "rows.json")]
-    benchmark.main([shape, "--batch", "1", "3", *options])
+    names = ["none" if cache == "None" else cache for cache in caches]
+    benchmark.main([shape, "--batch", "1", "3", *options, "--caches", *names])
     rows = [json.loads(line) for line in (tmp_path / "rows.json").read_text().splitlines()]
-    assert len(rows) == len(capsys.readouterr().out.splitlines()) == 2 * (2 + 3 * len(caches))
+    assert len(rows) == 2 * (2 + 3 * len(caches))
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert table[0] == list(benchmark.COLUMNS) and set(table[1]) == {"---"}
+    assert table[2:] == [[str(row.get(name, "")) for name in benchmark.COLUMNS] for row in rows]
     for batch in (1, 3):
         of_batch = [row for row in rows if row["rows"] == batch]
         size = 4 if shape == "tiny" else 32
@@ -50,4 +56,5 @@ def test_a_table(benchmark, tmp_path, capsys, shape, caches):
             for committed in (1, 2, 4)
         }
         for row in of_batch[2:]:
+            assert 0 < float(row["overhead"].removesuffix(" %")) < 100
             assert row["tokens/s"] == pytest.approx(32 * batch / row["s"], rel=0.05)

@@ -1,13 +1,13 @@
 """Caches for models that attend in both directions: keys and values grow stale while the canvas around them fills up.
 
-Scorers as of ``scoring``. Shape letters: B rows, T canvas positions, L positions of one pass, N scored positions, V
-vocabulary.
+Scorers as of ``scoring``. Shape letters: B rows, T canvas positions, L positions of one pass, N scored positions, M
+given ones, V vocabulary.
 """
 
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, gather_window, on_device
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, Window, gather_window, on_device
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
 
 
@@ -38,7 +38,7 @@ class ApproximateCache:
         window = gather_window(window_BT)
         given = window.take(tokens_BT, self._positions_BT, device)
         logits_BLV = self._model.denoise(*given[:2], self._cache, key_mask_BL=given.key_mask_BL)
-        return logits_BLV[_places(scored_BT, window.index_BL, self._right_shift, device)]
+        return logits_BLV[_places(scored_BT, window, self._right_shift, device)]
 
     def _encode(self, tokens_BT: Tensor, chosen_BT: Tensor, device: torch.device) -> None:
         if not chosen_BT.any():
@@ -78,7 +78,7 @@ class DelayedCache:
         window = gather_window(window_BT)
         given = window.take(tokens_BT, self._positions_BT, device)
         kept_BL = on_device(~holes_BT.gather(1, window.index_BL) & window.valid_BL, device)
-        rows_N, columns_N = _places(scored_BT, window.index_BL, self._right_shift, device)
+        rows_N, columns_N = _places(scored_BT, window, self._right_shift, device)
         self._encoded_BT = torch.where(window_BT, tokens_BT, self._encoded_BT)
         self._passes_B = self._passes_B + live_B
         return self._model.score_and_keep(
@@ -91,11 +91,12 @@ def _left_neighbours(chosen_BT: Tensor) -> Tensor:
     return torch.cat([chosen_BT[:, 1:], torch.zeros_like(chosen_BT[:, :1])], dim=1)
 
 
-def _places(scored_BT: Tensor, index_BL: Tensor, right_shift: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where in a pass over ``index_BL`` the scored positions have their logits: rows and columns, int64 [N]."""
+def _places(scored_BT: Tensor, window: Window, right_shift: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where in a pass the scored positions have their logits: rows and columns, int64 [N]."""
     rows_N, positions_N = scored_BT.nonzero(as_tuple=True)
     if right_shift:
         positions_N = (positions_N - 1).clamp_min(0)
-    columns_BL = torch.arange(index_BL.shape[1]).expand_as(index_BL)
-    columns_BT = torch.zeros_like(scored_BT, dtype=torch.int64).scatter_(1, index_BL, columns_BL)
+    given_rows_M, columns_M = window.valid_BL.nonzero(as_tuple=True)
+    columns_BT = torch.zeros_like(scored_BT, dtype=torch.int64)
+    columns_BT[given_rows_M, window.index_BL[given_rows_M, columns_M]] = columns_M
     return on_device(rows_N, device), on_device(columns_BT[rows_N, positions_N], device)

@@ -48,7 +48,7 @@ class Window(NamedTuple):
     """Some positions of each row, ascending, padded on the right to the row that has most.
 
     Attributes:
-        index_BL: int64 canvas position.
+        index_BL: int64 canvas position, 0 at padding.
         valid_BL: bool, False at padding.
     """
 
@@ -88,6 +88,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 def gather_window(chosen_BT: Tensor) -> Window:
     """The chosen positions of each row."""
     counts_B = chosen_BT.sum(dim=1)
-    longest = int(counts_B.max())
-    index_BL = (~chosen_BT).int().argsort(dim=1, stable=True)[:, :longest]
-    return Window(index_BL, torch.arange(longest, device=counts_B.device) < counts_B[:, None])
+    valid_BL = torch.arange(int(counts_B.max())) < counts_B[:, None]
+    # Both go row by row, from left to right.
+    index_BL = torch.zeros_like(valid_BL, dtype=torch.int64).masked_scatter(valid_BL, chosen_BT.nonzero()[:, 1])
+    return Window(index_BL, valid_BL)

@@ -195,7 +195,8 @@ class _Run:
         # Noise is drawn for the row's own positions alone: numbers spent on padding would tie a row to its batch.
         drawn_BL = scored_BT
         if config.cache is not None and config.quirks.global_noise:
-            drawn_BL = scored_BT.gather(1, gather_window(active_BT).index_BL)
+            window = gather_window(active_BT)
+            drawn_BL = scored_BT.gather(1, window.index_BL) & window.valid_BL
         tokens_N = choose_tokens(logits_NV, config, lambda vocabulary: self.noise.uniform(drawn_BL, vocabulary))
         confidence_NV = temper(logits_NV, config).float() if config.tempered_confidence else logits_NV
         if config.quirks.begin_suppress_by_confidence and config.begin_suppress_token_ids:

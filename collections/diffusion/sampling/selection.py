@@ -1,6 +1,6 @@
 """Which predictions of a step are committed. They are judged on the model's device, and chosen among on the CPU.
 
-Shape letters: B rows, T canvas positions, N scored positions of all rows in row-major order.
+Shape letters: B rows, T canvas positions, L candidates of a row, N scored positions of all rows in row-major order.
 """
 
 from typing import NamedTuple
@@ -67,26 +67,50 @@ def select_commits(
     if config.quirks.topk_ties:
         selected_BT = _topk(_spread(judged.scores_N, scored_BT, candidates_BT), quota_B)
     else:
-        selected_BT = _ranks(judged.scores_N, scored_BT, candidates_BT) < quota_B[:, None]
+        scores_BL, valid_BL = _by_row(judged.scores_N, scored_BT, candidates_BT)
+        selected_BT = torch.zeros_like(candidates_BT).masked_scatter(
+            candidates_BT, (_ranks(scores_BL) < quota_B[:, None])[valid_BL]
+        )
     sure_enough = {"threshold": _above_threshold, "factor": _within_factor}
     for field, rule in sure_enough.items():
         bound = getattr(config, field)
         if bound is not None:
-            selected_BT = selected_BT | rule(judged.probability_N, scored_BT, candidates_BT, bound)
+            probability_BL, valid_BL = _by_row(judged.probability_N, scored_BT, candidates_BT)
+            sure_BT = torch.zeros_like(candidates_BT)
+            selected_BT = selected_BT | sure_BT.masked_scatter(candidates_BT, rule(probability_BL, bound)[valid_BL])
     return selected_BT & candidates_BT
 
 
 def _spread(values_N: Tensor, scored_BT: Tensor, candidates_BT: Tensor) -> Tensor:
     """Values on the canvas, -inf where there is no candidate."""
-    lowest_BT = torch.full(scored_BT.shape, -torch.inf, dtype=values_N.dtype, device=values_N.device)
+    lowest_BT = torch.full(scored_BT.shape, -torch.inf, dtype=values_N.dtype)
     return lowest_BT.masked_scatter(scored_BT, values_N).masked_fill(~candidates_BT, -torch.inf)
 
 
-def _ranks(scores_N: Tensor, scored_BT: Tensor, candidates_BT: Tensor) -> Tensor:
+def _by_row(values_N: Tensor, scored_BT: Tensor, candidates_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Values of the candidates of each row, from left to right, and bool where they are; -inf behind them."""
+    counts_B = candidates_BT.sum(dim=1)
+    valid_BL = torch.arange(int(counts_B.max())) < counts_B[:, None]
+    lowest_BL = torch.full(valid_BL.shape, -torch.inf, dtype=values_N.dtype)
+    return lowest_BL.masked_scatter(valid_BL, values_N[candidates_BT[scored_BT]]), valid_BL
+
+
+def _ranks(scores_BL: Tensor) -> Tensor:
     """Place of each candidate in its row, 0 for the best."""
     # topk may return equal scores in any order; a stable sort puts the lowest position first.
-    order_BT = _spread(scores_N, scored_BT, candidates_BT).argsort(dim=1, descending=True, stable=True)
-    return order_BT.argsort(dim=1)
+    return scores_BL.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+
+
+def _above_threshold(probability_BL: Tensor, threshold: float) -> Tensor:
+    return probability_BL > threshold
+
+
+def _within_factor(probability_BL: Tensor, factor: float) -> Tensor:
+    """The n most confident positions, (n' + 1) * (1 - probability) <= factor for each n' up to n."""
+    sorted_BL = probability_BL.sort(dim=1, descending=True).values
+    place_L = torch.arange(1, sorted_BL.shape[1] + 1)
+    sure_BL = (place_L + 1) * (1 - sorted_BL) <= factor
+    return _ranks(probability_BL) < sure_BL.int().cumprod(dim=1).sum(dim=1, keepdim=True)
 
 
 def _topk(scores_BT: Tensor, quota_B: Tensor) -> Tensor:
@@ -94,17 +118,3 @@ def _topk(scores_BT: Tensor, quota_B: Tensor) -> Tensor:
     for selected_T, scores_T, quota in zip(selected_BT, scores_BT, quota_B.tolist(), strict=True):
         selected_T[scores_T.topk(min(quota, len(scores_T))).indices] = True
     return selected_BT
-
-
-def _above_threshold(probability_N: Tensor, scored_BT: Tensor, candidates_BT: Tensor, threshold: float) -> Tensor:
-    return _spread(probability_N, scored_BT, candidates_BT) > threshold
-
-
-def _within_factor(probability_N: Tensor, scored_BT: Tensor, candidates_BT: Tensor, factor: float) -> Tensor:
-    """The n most confident positions, (n' + 1) * (1 - probability) <= factor for each n' up to n."""
-    probability_BT = _spread(probability_N, scored_BT, candidates_BT)
-    sorted_BT = probability_BT.sort(dim=1, descending=True).values
-    place_T = torch.arange(1, sorted_BT.shape[1] + 1, device=sorted_BT.device)
-    sure_BT = (place_T + 1) * (1 - sorted_BT) <= factor
-    count_B1 = sure_BT.int().cumprod(dim=1).sum(dim=1, keepdim=True)
-    return _ranks(probability_N, scored_BT, candidates_BT) < count_B1
