@@ -52,6 +52,7 @@ ROOMS = {
     "collections.diffusion.attention": Room("torch megatron attention.masks attention.flex", inside="kernels"),
     "collections.diffusion.cpu": Room("torch", inside="megatron nemo"),
     "collections.diffusion.single_process": Room("torch megatron cpu"),
+    "collections.diffusion.chat_prompts": Room(inside="transformers"),
     "collections.diffusion.data": Room(
         "torch numpy nemo lightning tokenizers", inside="megatron transformers datasets pyarrow rich jinja2"
     ),
@@ -61,12 +62,13 @@ ROOMS = {
     "collections.diffusion.training": Room("torch nemo megatron lightning rich models"),
     "collections.diffusion.inference": Room(
         "torch rich nemo megatron lightning sampling models objectives attention attention.masks connectors cpu "
-        "single_process",
+        "single_process chat_prompts",
         inside="transformers jinja2 data training",
     ),
     "collections.diffusion.evaluation": Room("torch sampling inference", inside="lm_eval transformers datasets"),
     "collections.diffusion.serving": Room(
-        "torch fastapi starlette uvicorn pydantic prometheus_client sampling", inside="inference transformers"
+        "torch fastapi starlette uvicorn pydantic prometheus_client sampling chat_prompts",
+        inside="inference transformers",
     ),
     "connectors": Room(
         "torch nemo megatron lightning safetensors models cpu single_process connectors.modeling "

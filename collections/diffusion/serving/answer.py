@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from nemo_dllm.collections.diffusion.sampling import canvas_pieces
 from nemo_dllm.collections.diffusion.sampling.stopping import Decode
 from nemo_dllm.collections.diffusion.serving.engine import BatchingEngine, EngineClosedError, QueueFullError
-from nemo_dllm.collections.diffusion.serving.errors import RequestError
+from nemo_dllm.collections.diffusion.serving.errors import RequestError, setting_error
 from nemo_dllm.collections.diffusion.serving.metrics import ServerMetrics
 from nemo_dllm.collections.diffusion.serving.plan import Plan
 from nemo_dllm.collections.diffusion.serving.rows import CanvasRow, Row, RowUpdate
@@ -111,6 +111,7 @@ class Answer:
             raise RequestError(504, f"no answer within {self._timeout:g} s", code="timeout") from error
         finally:
             self._engine.cancel(self._rows)
+            self._metrics.rows.labels("cancelled").inc(unfinished)
         self._metrics.request_seconds.observe(time.monotonic() - self._arrival)
 
     def _count(self, update: ChoiceUpdate) -> None:
@@ -146,5 +147,5 @@ def _as_request_error(error: Exception) -> RequestError:
     if isinstance(error, EngineClosedError):
         return RequestError(503, str(error), code="shutting_down")
     if isinstance(error, ValueError):
-        return RequestError(422, str(error), code="invalid_value")
+        return setting_error(str(error))
     return RequestError(500, "the model failed; the server's log says how", code="model_failed")

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from nemo_dllm.collections.diffusion.sampling import PRESETS
 from nemo_dllm.collections.diffusion.serving.answer import Answer, ClientGoneError
 from nemo_dllm.collections.diffusion.serving.engine import BatchingEngine
-from nemo_dllm.collections.diffusion.serving.errors import RequestError
+from nemo_dllm.collections.diffusion.serving.errors import RequestError, of_http, of_validation
 from nemo_dllm.collections.diffusion.serving.formats import (
     CHAT,
     COMPLETION,
@@ -220,30 +220,13 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(error)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return error_response(_of_validation(error))
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return error_response(of_validation(error.errors(), request.headers.get("content-type", "")))
 
     @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> JSONResponse:
-        return error_response(RequestError(error.status_code, str(error.detail)))
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        return error_response(of_http(error.status_code, str(error.detail), request.method, request.url.path))
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:
         return error_response(RequestError(500, "the server failed; its log says how", code="server_failed"))
-
-
-def _of_validation(error: RequestValidationError) -> RequestError:
-    """Name the first field that is wrong, and all that is wrong with it."""
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return RequestError(400, f"the body is no JSON: {first['ctx']['error']}", code="invalid_json")
-    if len(first["loc"]) < 2:
-        return RequestError(422, f"the body is no JSON object: {first['msg']}", code="invalid_value")
-    field = str(first["loc"][1])
-    if first["type"] == "extra_forbidden" and len(first["loc"]) == 2:
-        return RequestError(
-            422, f"{field} is no field of this endpoint; /openapi.json lists them", field, "unknown_field"
-        )
-    about = [e for e in error.errors() if e["loc"][1:2] == first["loc"][1:2]]
-    texts = {f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg'].removeprefix('Value error, ')}": None for e in about}
-    return RequestError(422, "; ".join(list(texts)[:4]), field, "invalid_value")

@@ -1,13 +1,17 @@
 """Errors of requests, in the form that OpenAI's clients read."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+from nemo_dllm.collections.diffusion.sampling import sampler_fields
 
 # Names of the sampler's settings that requests call otherwise.
 REQUEST_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
 
-_FIELD = re.compile(r"(\w+)(?==|\[| )")
+_NAME = re.compile(r"\w+")
+_TYPES = ("str", "int", "float", "bool", "TextPart")
 
 
 class RequestError(Exception):
@@ -45,8 +49,52 @@ def naming_the_field(default: str | None = None) -> Iterator[None]:
 
 def setting_error(message: str, default: str | None = None) -> RequestError:
     """The error about a setting, under the name that it has in requests."""
-    named = _FIELD.match(message) if default is None else None
+    word = _NAME.match(message)
     for ours, theirs in REQUEST_NAMES.items():
         message = re.sub(rf"\b{ours}\b", theirs, message)
-    param = REQUEST_NAMES.get(named[1], named[1]) if named else default
+    param = default
+    if default is None and word and word[0] in sampler_fields():
+        param = REQUEST_NAMES.get(word[0], word[0])
     return RequestError(422, message, param, "invalid_value")
+
+
+def of_validation(errors: Sequence[Mapping[str, Any]], content_type: str) -> RequestError:
+    """Name the first field that is wrong, and all that is wrong with it.
+
+    Args:
+        errors: pydantic's, of a body.
+        content_type: that the client has named.
+    """
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return RequestError(400, f"the body is no JSON: {first['ctx']['error']}", code="invalid_json")
+    if len(first["loc"]) < 2:
+        fix = "" if "json" in content_type else "; send JSON with Content-Type: application/json"
+        return RequestError(422, f"the body is no JSON object: {first['msg']}{fix}", code="invalid_value")
+    field = str(first["loc"][1])
+    if first["type"] == "extra_forbidden" and len(first["loc"]) == 2:
+        message = f"{field} is no field of this endpoint; /openapi.json lists them"
+        return RequestError(422, message, field, "unknown_field")
+    about = [error for error in errors if error["loc"][1:2] == first["loc"][1:2]]
+    texts = {f"{_place(error['loc'][1:])}: {error['msg'].removeprefix('Value error, ')}": None for error in about}
+    return RequestError(422, "; ".join(list(texts)[:4]), field, "invalid_value")
+
+
+def _place(path: Sequence[str | int]) -> str:
+    """Fields and places in lists; pydantic names the members of unions as well, which no body has."""
+    names = [str(part) for part in path[1:] if isinstance(part, int) or _NAME.fullmatch(part)]
+    return ".".join([str(path[0]), *(name for name in names if name not in _TYPES)])
+
+
+def of_http(status: int, detail: str, method: str, path: str) -> RequestError:
+    """The error of a request that no endpoint has seen.
+
+    Args:
+        status, detail: of the framework.
+        method, path: of the request.
+    """
+    if status == 400:
+        return RequestError(400, "the body is no JSON that can be read", code="invalid_json")
+    if status in (404, 405):
+        return RequestError(status, f"{method} {path[:200]} is no endpoint; /openapi.json lists them", code="not_found")
+    return RequestError(status, detail)

@@ -17,7 +17,7 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         of = {"namespace": PREFIX, "registry": self._registry}
         self.requests = Counter("requests", "Requests by path and HTTP status.", ["path", "status"], **of)
-        self.rows = Counter("rows", "Choices by how they ended.", ["finish_reason"], **of)
+        self.rows = Counter("rows", "Choices by how they ended; cancelled ones were given up.", ["finish_reason"], **of)
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts.", **of)
         self.completion_tokens = Counter("completion_tokens", "Tokens of finished completions.", **of)
         self.passes = Counter("forward_passes", "Denoising steps.", **of)

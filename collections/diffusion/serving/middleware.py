@@ -101,6 +101,11 @@ class LimitBody:
         raise RequestError(413, message, code="body_too_large")
 
 
+# Seconds after which a client may try again, by status.
+_RETRY_AFTER = {429: "1", 503: "5"}
+
+
 def error_response(error: RequestError) -> JSONResponse:
     """The answer to a request that cannot be met."""
-    return JSONResponse(error.body(), error.status, {"Retry-After": "1"} if error.status == 429 else None)
+    wait = _RETRY_AFTER.get(error.status)
+    return JSONResponse(error.body(), error.status, None if wait is None else {"Retry-After": wait})

@@ -32,7 +32,8 @@ def _not_supported(*neutral: Any) -> Any:
     """A field that may only say what is so anyway."""
 
     def check(value: Any) -> Any:
-        if value not in neutral:
+        # To Python False is 0.
+        if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral):
             raise ValueError(f"{value!r:.80} is not supported; leave it out")
         return value
 
@@ -178,6 +179,9 @@ class ChatRequest(_Base):
     functions: _not_supported(None, [])
     function_call: _not_supported(None, "none")
     response_format: _not_supported(None, {"type": "text"})
+    store: _not_supported(None, False)
+    metadata: _not_supported(None, {})
+    service_tier: _not_supported(None, "auto", "default")
     modalities: _not_supported(None, ["text"])
     audio: _not_supported(None)
     prediction: _not_supported(None)

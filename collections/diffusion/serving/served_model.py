@@ -6,8 +6,9 @@ from typing import Any, Protocol
 
 import torch
 
+from nemo_dllm.collections.diffusion.chat_prompts import ChatTemplate
 from nemo_dllm.collections.diffusion.sampling import PRESETS, CachedDenoiser, DenoiserFn, SamplerConfig
-from nemo_dllm.collections.diffusion.serving.chat import ChatTemplate
+from nemo_dllm.collections.diffusion.sampling.token_choice import check_token_ids
 from nemo_dllm.collections.diffusion.serving.errors import RequestError, naming_the_field
 
 TOKEN_ID_FIELDS = ("stop_token_ids", "suppress_token_ids", "begin_suppress_token_ids", "cfg_keep_token_ids")
@@ -98,6 +99,7 @@ class ServedModel:
             suppressed = (*base.suppress_token_ids, *settings.get("suppress_token_ids", ()))
             own = {**server[1], **settings, "suppress_token_ids": suppressed}
             config = self.loaded.sampler_config(server[0], **own)
+            check_token_ids(config, self.loaded.mask_token_id, self.vocab_size)
         if config.cache is not None and not hasattr(self.loaded.denoiser, "commit"):
             raise RequestError(422, f"cache={config.cache!r} is not available for this model; leave it out", "cache")
         return config

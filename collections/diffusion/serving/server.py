@@ -11,8 +11,8 @@ from typing import Any
 
 import uvicorn
 
+from nemo_dllm.collections.diffusion.chat_prompts import read_template
 from nemo_dllm.collections.diffusion.serving.app import create_app
-from nemo_dllm.collections.diffusion.serving.chat import read_template
 from nemo_dllm.collections.diffusion.serving.limits import ServerLimits
 from nemo_dllm.collections.diffusion.serving.served_model import ServedModel
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_dllm.collections.diffusion.serving.chat import ChatTemplate, read_template
+from nemo_dllm.collections.diffusion.chat_prompts import ChatTemplate, read_template
 from nemo_dllm.collections.diffusion.serving.served_model import ServedModel
 from nemo_dllm.collections.diffusion.serving.server import serve
 
@@ -40,7 +40,7 @@ def test_the_special_token_behind_an_answer_ends_it(tokenizer):
 
 
 def test_the_tokenizers_own_template(tokenizer, kit):
-    with pytest.raises(ValueError, match="no chat template; give one, or use /v1/completions"):
+    with pytest.raises(ValueError, match="no chat template; give chat_template=FILE"):
         ChatTemplate(tokenizer)
     own = ServedModel(kit.ToyModel(), "toy").chat_template
     assert own.prompt(TURNS[:1], {}) == [*b"user: w5 w7", kit.TURN, *b"\nassistant: "]

@@ -30,7 +30,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None):
         if template is None and not tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template; give one, or use /v1/completions")
+            raise ValueError("the tokenizer has no chat template; give chat_template=FILE, or continue texts instead")
         self._tokenizer, self._template = tokenizer, template
         self.end_token_ids = self._find_end()
 
@@ -47,7 +47,12 @@ class ChatTemplate:
         taken = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
         if refused := sorted(taken & variables.keys()):
             raise ValueError(f"{', '.join(refused)} may not be set: only variables of the template itself may")
-        return self._encode(self._render(messages, add_generation_prompt=True, **variables))
+        text = self._render(messages, add_generation_prompt=True, **variables)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("the conversation holds half of a surrogate pair, which is no text") from error
+        return self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
