@@ -14,7 +14,6 @@ from nemo_dllm.collections.diffusion.data.supervised import (
     FittedSamples,
     PackedRows,
     PaddedRows,
-    count_duplicates,
     count_packed_rows,
     training_order,
 )
@@ -63,7 +62,6 @@ def test_encoded_corpus(corpus):
     assert corpus.samples.first_answers.tolist() == [len(p) for p, _ in ROWS]
     assert corpus.samples.rows.tolist() == [[0, line] for line in range(1, 8)]
     assert (corpus.sources[0].endswith("a.jsonl"), corpus.bad_rows) == (True, [])
-    assert count_duplicates(corpus.samples) == 1
 
 
 def test_bad_rows_up_to_the_limit(file, tokenizer):

@@ -71,8 +71,3 @@ def _best_fit(samples: list[int], lengths: list[int], capacity: int) -> list[lis
         by_room[room - length].append(row)
         available |= 1 << (room - length)
     return rows
-
-
-def packing_efficiency(lengths: Sequence[int] | np.ndarray, packs: Packs, capacity: int) -> float:
-    """Share of the positions of all rows that hold a sample's token, in (0, 1]."""
-    return float(np.sum(lengths)) / (len(packs.ends) * capacity)

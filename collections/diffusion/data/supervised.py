@@ -1,6 +1,5 @@
 """Supervised samples as rows for training: padded one by one, or packed. Legend: L tokens of a row."""
 
-from collections import Counter
 from functools import partial
 from typing import NamedTuple
 
@@ -75,6 +74,7 @@ class FittedSamples:
         self._kept = kept[self.chosen]
         block = block_size or 1
         self.lengths = -(-self._kept // block) * block
+        self.num_tokens = int(self._kept.sum())
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -232,11 +232,6 @@ def training_order(samples: FittedSamples, seed: int, length_group_size: int | N
 def count_packed_rows(samples: FittedSamples) -> int:
     """Rows that packing makes of the samples, whatever the seed."""
     return len(pack_by_length(samples.lengths, samples.seq_length).ends)
-
-
-def count_duplicates(corpus: SupervisedTokens) -> int:
-    """Samples that repeat the tokens of another one."""
-    return sum(count - 1 for count in Counter(corpus.content_hashes().tolist()).values())
 
 
 def _padded(values: np.ndarray, width: int, value: int | bool) -> torch.Tensor:
