@@ -13,7 +13,6 @@ Shape letters: B rows, L positions.
 
 import argparse
 import gc
-import json
 import math
 import os
 import shutil
@@ -29,10 +28,10 @@ import_nemo_quietly()
 import lightning.pytorch as pl  # noqa: E402
 import nemo_run as run  # noqa: E402
 import torch  # noqa: E402
+from block_results import WHOLE, read_result, report, write_result  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from plot_blocks import draw  # noqa: E402
 from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 from smollm2 import Curve, read_documents, write_documents  # noqa: E402
 from train_ar import VALIDATION_FRACTION, nats_per_token, read_rows, train_autoregressive  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
@@ -49,9 +48,6 @@ from nemo_dllm.collections.diffusion.training.metrics import DiffusionMetrics  #
 from nemo_dllm.connectors.config import hf_to_nemo_config  # noqa: E402
 from nemo_dllm.recipes.builder import FUSIONS, Layout, Schedule, diffusion_recipe  # noqa: E402
 from nemo_dllm.recipes.tasks import finetune  # noqa: E402
-
-WHOLE = "whole"
-"""The size of a block as long as the row, which is masked diffusion."""
 
 
 class Speed(pl.Callback):
@@ -195,50 +191,11 @@ def measure(block_size: str, hf: Path, texts: Path | None, prompts_BL, source, a
     return {**row, "seconds": round(time.perf_counter() - start, 1)}
 
 
-def report(result: dict) -> Table:
-    """The table of all sizes."""
-    source, threshold = result["source"], result["settings"]["threshold"]
-    title = f"autoregressive source: {source['nll']:.3f} nats per token, perplexity {source['perplexity']:,.1f}"
-    caption = "bound: nats per token; tok/s: tokens per second; calls: of the model, per sampled token; judged: "
-    caption += "perplexity of the samples to the source"
-    table = Table(title=title, caption=caption, box=None, padding=(0, 1, 0, 0))
-    sampling = [f"{name}\n{what}" for name in ("1/pass", f"> {threshold}") for what in ("tok/s", "calls", "judged")]
-    for column in ("block\nsize", "bound\nbefore", "bound\nafter", "perpl.\nafter", "train\ntok/s", *sampling):
-        table.add_column(column, justify="right")
-    for block_size, row in result["sizes"].items():
-        before, after = row["before"]["nll_bound"], row["after"]["nll_bound"]
-        cells = [f"{before:.3f}", f"{after:.3f}", f"{math.exp(after):,.1f}", f"{row['train_tokens_per_second']:,.0f}"]
-        for pace in row["sampling"].values():
-            cells += [f"{pace['tokens_per_second']:.1f}", f"{pace['calls_per_token']:.2f}"]
-            cells.append(f"{pace['source_perplexity']:,.1f}")
-        table.add_row(block_size, *cells)
-    return table
-
-
-def write_result(result: dict, file: Path) -> None:
-    """Put the result in the place of the last one, whole or not at all."""
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(result, indent=2) + "\n")
-    os.replace(unfinished, file)
-
-
-def read_result(file: Path, settings: dict) -> dict:
-    """What an earlier run with the same settings left behind.
-
-    Raises:
-        ValueError: where the settings were others.
-    """
-    if not file.exists():
-        return {"settings": settings, "sizes": {}}
-    result = json.loads(file.read_text())
-    changed = [
-        f"{name}={result['settings'].get(name)!r}"
-        for name in settings
-        if result["settings"].get(name) != settings[name]
-    ]
-    if changed:
-        raise ValueError(f"{file} was measured with {', '.join(changed)}; give these again, or another folder")
-    return result
+def checked_size(text: str) -> str:
+    """Check a block size of the command line."""
+    if text != WHOLE and not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} is neither a number of tokens, 1 or more, nor {WHOLE}")
+    return text
 
 
 def parse(given: list[str] | None) -> argparse.Namespace:
@@ -247,7 +204,13 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("out", type=Path, help="folder of the results; may be there from an earlier run")
     parser.add_argument("--hf", type=Path, help="autoregressive checkpoint; default: a tiny one is trained")
     parser.add_argument("--texts", type=Path, help="file or folder; default: the sources of Python's library")
-    parser.add_argument("--block-sizes", nargs="+", default=["1", "4", "8", "16", "32", WHOLE], help="tokens, or whole")
+    parser.add_argument(
+        "--block-sizes",
+        nargs="+",
+        type=checked_size,
+        default=["1", "4", "8", "16", "32", WHOLE],
+        help=f"tokens per block; {WHOLE} is the row, which is masked diffusion",
+    )
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps per size")
     parser.add_argument("--sequences", type=int, default=16, help="sequences per step")
     parser.add_argument("--micro-batch", type=int, help="sequences at a time; default: all")
@@ -260,31 +223,49 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens of a continuation")
     parser.add_argument("--threshold", type=float, default=0.9, help="probability of tokens that are committed at once")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most probable token")
-    return parser.parse_args(given)
+    arguments = parser.parse_args(given)
+    for size in arguments.block_sizes:
+        if size != WHOLE and int(size) > arguments.length:
+            parser.error(f"--block-sizes {size} is longer than the sequences of --length {arguments.length}")
+    if arguments.hf is not None and not (arguments.hf / "config.json").is_file():
+        parser.error(f"--hf {arguments.hf} is no folder of a Hugging Face checkpoint: it has no config.json")
+    if arguments.prompt_tokens + arguments.new_tokens > arguments.length:
+        parser.error(
+            f"--prompt-tokens {arguments.prompt_tokens} and --new-tokens {arguments.new_tokens} are together longer "
+            f"than the sequences of --length {arguments.length}"
+        )
+    return arguments
+
+
+def folder_of_texts(texts: Path | None, out: Path) -> Path | None:
+    """A folder with several documents, into which a single file is cut: training is split from validation by file."""
+    if texts is None or texts.is_dir():
+        return texts
+    folder, unfinished = out / "documents", out / "documents.unfinished"
+    if not folder.exists():
+        shutil.rmtree(unfinished, ignore_errors=True)
+        write_documents(read_documents(texts), unfinished)
+        unfinished.rename(folder)
+    return folder
 
 
 def main(given: list[str] | None = None) -> None:
     """Measure the sizes that are not yet measured, and report all."""
     arguments = parse(given)
-    out, texts = arguments.out, arguments.texts
+    out = arguments.out
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     del settings["out"], settings["block_sizes"]
     result = read_result(out / "result.json", settings)
-    if texts is not None and texts.is_file():
-        texts = out / "documents"
-        if not texts.exists():
-            write_documents(read_documents(arguments.texts), texts)
-    hf, cache = arguments.hf or out / "source", out / "cache"
-    shared = {"length": arguments.length, "val_rows": arguments.val_rows}
-    if not (hf / "config.json").exists() and arguments.hf is None:
-        batch = {"steps": arguments.source_steps, "sequences": arguments.sequences}
-        train_autoregressive(hf, texts, **batch, **shared, cache=cache)
-    rows_BL = read_rows(texts, AutoTokenizer.from_pretrained(hf), samples=1, **shared, cache=cache).validation_tokens()
+    texts, hf, cache = folder_of_texts(arguments.texts, out), arguments.hf or out / "source", out / "cache"
+    shared = {"length": arguments.length, "val_rows": arguments.val_rows, "cache": cache}
+    if not hf.exists():
+        train_autoregressive(hf, texts, steps=arguments.source_steps, sequences=arguments.sequences, **shared)
+    rows_BL = read_rows(texts, AutoTokenizer.from_pretrained(hf), samples=1, **shared).validation_tokens()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).to(device).eval()
     nats = nats_per_token(source, rows_BL)
-    result |= {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
-    result |= {"source": {"nll": nats, "perplexity": math.exp(nats)}}
+    result["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    result["source"] = {"nll": nats, "perplexity": math.exp(nats)}
     prompts_BL = rows_BL[: arguments.prompts, : arguments.prompt_tokens]
     for block_size in arguments.block_sizes:
         if block_size not in result["sizes"]:

@@ -27,32 +27,38 @@ def command_of_page() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def measured(forks, tmp_path_factory):
+def run(forks):
+    """Runs the command in a folder with further options; its exit code, and what it printed."""
+
+    def run(folder: Path, *options: str) -> tuple[int, str]:
+        command = [*command_of_page(), *SMALL, *options]
+        job = {"command": command, "folder": folder, "output": folder / "output.txt"}
+        script = str(Path(__file__).with_name("command_jobs.py"))
+        process = forks.Process(target=runpy.run_path, args=(script, {"job": job}, "__main__"))
+        process.start()
+        process.join(timeout=900)
+        return process.exitcode, (folder / "output.txt").read_text()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def measured(run, tmp_path_factory):
     """Folder of a measurement that lost a size and went on; the result before and after; what was printed."""
     folder = tmp_path_factory.mktemp("blocks")
     (folder / "texts").mkdir()
     for page in range(20):
         text = "".join(f"It is the east, and line {line} of page {page} is the sun.\n" for line in range(60))
         (folder / "texts" / f"{page}.txt").write_text(text)
-    command = command_of_page()
-    (out,) = [folder / part for part in command if part.startswith("runs/")]
-
-    def run(*options: str) -> str:
-        job = {"command": [*command, *SMALL, *options], "folder": folder, "output": folder / "output.txt"}
-        script = str(Path(__file__).with_name("command_jobs.py"))
-        process = forks.Process(target=runpy.run_path, args=(script, {"job": job}, "__main__"))
-        process.start()
-        process.join(timeout=900)
-        output = (folder / "output.txt").read_text()
-        assert process.exitcode == 0, output[-3000:]
-        return output
-
-    run("--block-sizes", "1", "4")
+    code, output = run(folder, "--block-sizes", "1", "4")
+    assert code == 0, output[-3000:]
+    (out,) = [folder / part for part in command_of_page() if part.startswith("runs/")]
     first = json.loads((out / "result.json").read_text())
     # As if killed after the training of the second size.
     assert (out / "block_4" / "checkpoints").is_dir()
     (out / "result.json").write_text(json.dumps({**first, "sizes": {"1": first["sizes"]["1"]}}))
-    output = run("--block-sizes", "1", "4", "whole")
+    code, output = run(folder, "--block-sizes", "whole", "1", "4")
+    assert code == 0, output[-3000:]
     return out, first, json.loads((out / "result.json").read_text()), output
 
 
@@ -103,9 +109,24 @@ def test_the_table_and_the_plot_show_every_size(measured):
 def test_other_settings_do_not_mix(measured, monkeypatch):
     out, _, result, _ = measured
     monkeypatch.syspath_prepend(str(TUTORIALS))
-    from blocks import read_result
+    from block_results import read_result
 
     with pytest.raises(
         ValueError, match=r"result\.json was measured with steps=8; give these again, or another folder"
     ):
         read_result(out / "result.json", {**result["settings"], "steps": 9})
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (("--block-sizes", "4", "128"), "--block-sizes 128 is longer than the sequences of --length 64"),
+        (("--block-sizes", "0"), "0 is neither a number of tokens, 1 or more, nor whole"),
+        (("--new-tokens", "60"), "--new-tokens 60 are together longer than the sequences of --length 64"),
+        (("--hf", "nowhere"), "--hf nowhere is no folder of a Hugging Face checkpoint: it has no config.json"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_at_once(run, tmp_path, options, error):
+    code, output = run(tmp_path, *options)
+    assert code == 2 and error in " ".join(output.split())
+    assert list(tmp_path.iterdir()) == [tmp_path / "output.txt"]
