@@ -1,7 +1,5 @@
 """Hugging Face checkpoint folders: read tensor by tensor, written whole or not at all."""
 
-import json
-import pickle
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -12,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nemo_dllm.connectors.json_files import read_json_object
 from nemo_dllm.connectors.new_folder import refuse_existing, refuse_unfinished, replace_folder, unfinished_sibling
 from nemo_dllm.connectors.safetensors_writer import DTYPE_NAMES, SafetensorsFile, TensorHeader
 from nemo_dllm.connectors.shard_layout import (
@@ -71,7 +70,7 @@ class HFCheckpoint:
     def json_file(self, name: str) -> dict[str, Any]:
         """Content of one of the small files; empty where there is none."""
         file = self.path / name
-        return _read_json(file) if file.is_file() else {}
+        return read_json_object(file) if file.is_file() else {}
 
     def tensor(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         """Read one tensor, or the part of it that ``rows`` (dimension 0) and ``columns`` (dimension 1) name.
@@ -146,9 +145,9 @@ class _PickleShard:
         try:
             # Only zip archives can be mapped; older pickles are read whole.
             opened = torch.load(self.file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(self.file))
-            if not all(isinstance(tensor, Tensor) for tensor in opened.values()):
-                raise AttributeError("it holds more than tensors")
-        except (RuntimeError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+            if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in opened.items()):
+                raise TypeError("it holds more than named tensors")
+        except Exception as error:  # Damaged bytes raise anything.
             raise ValueError(f"{self.file} is damaged or no state dict of tensors ({error})") from error
         return opened
 
@@ -169,14 +168,7 @@ def _read_config(path: Path) -> dict:
     file = path / CONFIG_FILE
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no {CONFIG_FILE}; give a Hugging Face checkpoint folder")
-    return _read_json(file)
-
-
-def _read_json(file: Path) -> dict:
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is no valid JSON ({error})") from error
+    return read_json_object(file)
 
 
 def _open_weights(path: Path) -> dict[str, _SafetensorsShard | _PickleShard]:
@@ -193,9 +185,9 @@ def _open_weights(path: Path) -> dict[str, _SafetensorsShard | _PickleShard]:
 
 
 def _open_indexed(path: Path, index_name: str) -> dict[str, _SafetensorsShard | _PickleShard]:
-    weight_map = _read_json(path / index_name).get("weight_map")
-    if not weight_map:
-        raise ValueError(f"{path / index_name} has no weight_map; fetch it again")
+    weight_map = read_json_object(path / index_name).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ValueError(f"{path / index_name} has no weight_map from tensors to files; fetch it again")
     files = sorted(set(weight_map.values()))
     elsewhere = [file for file in files if Path(file).is_absolute() or ".." in Path(file).parts]
     if elsewhere:
@@ -203,7 +195,14 @@ def _open_indexed(path: Path, index_name: str) -> dict[str, _SafetensorsShard | 
     absent_files = [file for file in files if not (path / file).is_file()]
     if absent_files:
         raise FileNotFoundError(f"{path} lacks shards that {index_name} names: {', '.join(absent_files)}")
-    shards = {file: _open_shard(path / file) for file in files}
+    shards, damaged = {}, []
+    for file in files:
+        try:
+            shards[file] = _open_shard(path / file)
+        except ValueError as error:
+            damaged.append(error)
+    if damaged:
+        raise ValueError("\n".join(map(str, damaged)))
     absent = [f"{name} in {file}" for name, file in weight_map.items() if name not in shards[file].headers]
     if absent:
         raise ValueError(f"{path / index_name} names tensors that their shards lack: {', '.join(absent)}")

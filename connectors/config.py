@@ -79,9 +79,9 @@ def diffusion_hf_config(
             hf["auto_map"] = dict(target.code.auto_map)
         return hf | {name: value for name, value in told.items() if value != BLOCK_DEFAULTS.get(name, ...)}
     hf["model_type"] = family.hf_class(origin.config).exported_as or hf["model_type"]
-    # What the origin's reader finds without a field needs none.
+    # What the origin's reader finds without a field needs none; the mask token is named wherever it was found.
     found = {
-        "mask_token_id": None if origin.facts.mask_token_added else origin.facts.mask_token_id,
+        "mask_token_id": origin.config.get("mask_token_id"),
         RIGHT_SHIFT_FIELD: origin.facts.right_shift,
         "block_size": origin.facts.block_size,
         **{name: getattr(origin.facts, name) for name in BLOCK_DEFAULTS},

@@ -127,8 +127,14 @@ def _block_size(checkpoint: HFCheckpoint, family: Family) -> int | None:
 
 def checkpoint_mask_token(checkpoint: HFCheckpoint, tokenizer) -> MaskToken:
     """See :func:`find_mask_token`; ``tokenizer`` is the checkpoint's own, or None."""
-    hf = checkpoint.config
-    return find_mask_token(tokenizer, hf, find_family(hf), checkpoint.json_file(GENERATION_CONFIG_FILE))
+    hf, generation = checkpoint.config, checkpoint.json_file(GENERATION_CONFIG_FILE)
+    of_tokenizer = getattr(tokenizer, "mask_token_id", None)
+    found = find_mask_token(tokenizer, hf, find_family(hf), generation)
+    others = {GENERATION_CONFIG_FILE: generation.get("mask_token_id"), "the tokenizer": of_tokenizer}
+    for where, other in others.items():
+        if other not in (None, found.id):
+            logging.warning(f"{checkpoint.path}: the mask token is {found.id}, though {where} names {other}")
+    return found
 
 
 def _special_token_ids(tokenizer, hf: Mapping[str, Any]) -> dict[str, int | list[int]]:

@@ -28,6 +28,7 @@ from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.load import export_dtypes, export_hf_tensors, hf_tensor_headers
 from nemo_dllm.connectors.new_folder import refuse_existing, refuse_unfinished
 from nemo_dllm.connectors.safetensors_writer import TensorHeader
+from nemo_dllm.connectors.shard_layout import size_in_bytes
 from nemo_dllm.connectors.summary import TensorTally, conversion_summary
 from nemo_dllm.connectors.tensor_dtypes import main_dtype
 from nemo_dllm.connectors.tied_head import repeat_head
@@ -41,7 +42,7 @@ def export_hf_checkpoint(
     nemo_path: str | Path,
     output_path: str | Path,
     *,
-    max_shard_size: int | None = None,
+    max_shard_size: int | str | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a NeMo checkpoint of a diffusion model as a Hugging Face checkpoint; whole or not at all.
@@ -54,16 +55,19 @@ def export_hf_checkpoint(
     Args:
         nemo_path: an import, or a checkpoint of any step of a training.
         output_path: folder to make.
-        max_shard_size: bytes of tensors per file; None keeps the files of what training started from, and is 5 GB
-            where that has other tensors, or torch pickles.
+        max_shard_size: bytes of tensors per file, or text as ``5GB``; None keeps the files of what training started
+            from, and is 5 GB where that has other tensors, or torch pickles.
         overwrite: replace an existing folder.
 
     Raises:
         FileExistsError: where ``output_path`` exists and ``overwrite`` is False.
         FileNotFoundError, ValueError: where ``nemo_path`` is no NeMo checkpoint of a diffusion model.
+        ValueError: where ``output_path`` contains ``nemo_path``, and for a size that is none.
     """
     nemo_path, output_path = Path(nemo_path), Path(output_path)
-    refuse_existing(output_path, overwrite)
+    reads = (nemo_path,) if (base := base_of(nemo_path)) is None else (nemo_path, base)
+    refuse_existing(output_path, overwrite, reads)
+    largest = None if max_shard_size is None else size_in_bytes(max_shard_size)
     with loaded_checkpoint(nemo_path) as model:
         core = unwrap_model(model.module)
         origin = read_origin(nemo_path)
@@ -81,7 +85,7 @@ def export_hf_checkpoint(
             headers,
             tally.watch(tensors),
             layout=None if origin is None else origin_layout(nemo_path),
-            max_shard_size=max_shard_size,
+            max_shard_size=largest,
             extra_files=files,
             last_files=lambda: {SUMMARY_FILE: _summary(nemo_path, origin, model, core.logical_vocab_size, tally)},
             overwrite=overwrite,

@@ -24,6 +24,7 @@ from nemo_dllm.connectors.load import export_dtypes, export_hf_tensors, load_hf_
 from nemo_dllm.connectors.nemo_tokenizer import nemo_tokenizer
 from nemo_dllm.connectors.new_folder import refuse_existing, replace_folder, unfinished_sibling
 from nemo_dllm.connectors.summary import TensorTally, conversion_summary
+from nemo_dllm.connectors.vocabulary_growth import check_mask_init
 
 
 def import_hf_checkpoint(
@@ -51,11 +52,13 @@ def import_hf_checkpoint(
     Raises:
         FileExistsError: where ``output_path`` exists and ``overwrite`` is False.
         OSError: where the disk is full.
-        ValueError: where the model contradicts the checkpoint, or there is no mask token; and as
+        ValueError: where the model contradicts the checkpoint, there is no mask token, or ``output_path`` contains
+            ``hf_path``; and as
             :func:`load_hf_weights` and :class:`HFCheckpoint`.
     """
     hf_path, output_path = Path(hf_path), Path(output_path)
-    refuse_existing(output_path, overwrite)
+    refuse_existing(output_path, overwrite, reads=(hf_path,))
+    check_mask_init(mask_init)
     source = open_source(model, hf_path)
     unfinished = unfinished_sibling(output_path)
     companions = unfinished / "source" / FOLDER

@@ -52,7 +52,7 @@ class HFImporter(io.ModelConnector):
 class HFExporter(io.ModelConnector):
     """Writes the NeMo checkpoint at its path as a Hugging Face checkpoint folder."""
 
-    def __call__(self, output_path: Path, overwrite: bool = False, max_shard_size: int | None = None) -> Path:
+    def __call__(self, output_path: Path, overwrite: bool = False, max_shard_size: int | str | None = None) -> Path:
         """See :func:`export_hf_checkpoint`."""
         return export_hf_checkpoint(Path(self), output_path, max_shard_size=max_shard_size, overwrite=overwrite)
 

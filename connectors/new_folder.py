@@ -4,15 +4,31 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 _LEFT = re.compile(r"\.(?P<folder>.+)\.(?P<kind>unfinished|old)-(?P<host>.+)-(?P<process>\d+)")
 
 
-def refuse_existing(folder: Path, overwrite: bool) -> None:
-    """Raise ``FileExistsError`` where a folder exists that may not be replaced."""
-    if folder.exists() and not overwrite:
+def refuse_existing(folder: Path, overwrite: bool, reads: Iterable[Path] = ()) -> None:
+    """Check that a folder may be made, or replaced.
+
+    Args:
+        folder: to be made.
+        overwrite: whether an existing one, or a file or link of that name, may be replaced.
+        reads: folders that the conversion reads.
+
+    Raises:
+        FileExistsError: where it exists and may not be replaced.
+        ValueError: where replacing it would delete what is read.
+    """
+    if not os.path.lexists(folder):
+        return
+    if not overwrite:
         raise FileExistsError(f"{folder} exists; choose another folder or pass overwrite=True")
+    for read in reads:
+        if read.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{folder} cannot be replaced: {read}, which is read, is in it; choose another folder")
 
 
 def refuse_unfinished(folder: Path) -> None:
@@ -40,15 +56,17 @@ def unfinished_sibling(folder: Path) -> Path:
 def replace_folder(finished: Path, folder: Path) -> None:
     """Rename ``finished`` to ``folder``; what stood there before is removed once the new one is in place."""
     old = _sibling(folder, "old")
-    if folder.exists():
+    if os.path.lexists(folder):
         folder.rename(old)
     try:
         finished.rename(folder)
     except OSError:
-        if old.exists():
+        if os.path.lexists(old):
             old.rename(folder)
         raise
-    if old.exists():
+    if old.is_symlink() or old.is_file():
+        old.unlink()
+    elif old.exists():
         shutil.rmtree(old)
 
 

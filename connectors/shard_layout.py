@@ -1,6 +1,7 @@
 """Which tensors a checkpoint keeps in which file: that of its source, or runs of tensors of a given size."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,10 @@ from nemo_dllm.connectors.safetensors_writer import TensorHeader
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 DEFAULT_SHARD_SIZE = 5_000_000_000
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_NAMED = "KB, MB, GB, KiB, MiB, GiB"
+_SIZE = re.compile(rf"(?P<number>\d+(\.\d+)?) *(?P<unit>{'|'.join(_UNITS)})", re.IGNORECASE)
 
 
 class ShardPlan(NamedTuple):
@@ -30,13 +35,27 @@ class ShardLayout(NamedTuple):
     """Of all its tensors."""
 
 
+def size_in_bytes(size: int | str) -> int:
+    """A number of bytes, given as one or as text: ``5GB``, ``500 MiB``.
+
+    Raises:
+        ValueError: for anything else, and less than one byte.
+    """
+    found = _SIZE.fullmatch(str(size).strip())
+    count = round(float(found["number"]) * _UNITS[found["unit"].upper()]) if found else 0
+    if count < 1:
+        raise ValueError(f"max_shard_size={size!r} is no size of files; give bytes or a number with one of {_NAMED}")
+    return count
+
+
 def read_shard_layout(folder: Path) -> ShardLayout | None:
     """The layout of a readable checkpoint folder; None where its weights are torch pickles.
 
     None, too, for files with names that an export may not write: in other folders, or of another format.
     """
     index_file = folder / SAFETENSORS_INDEX
-    index = index_file.read_text() if index_file.is_file() else None
+    # As bytes: reading text would turn its line ends into those of this machine.
+    index = index_file.read_bytes().decode() if index_file.is_file() else None
     files = [SAFETENSORS_FILE] if index is None else sorted(set(json.loads(index)["weight_map"].values()))
     if any(Path(file).name != file or not file.endswith(".safetensors") for file in files):
         return None

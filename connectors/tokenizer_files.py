@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nemo_dllm.connectors.json_files import read_json_object
 from nemo_dllm.connectors.mask_token import MaskToken
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -25,7 +26,7 @@ def load_hf_tokenizer(folder: str | Path):
     class of transformers that does the same.
 
     Raises:
-        ValueError: where there is neither.
+        ValueError: where there is neither, or files are damaged.
     """
     folder = Path(folder)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -34,16 +35,25 @@ def load_hf_tokenizer(folder: str | Path):
 
     config = _read(folder / TOKENIZER_CONFIG)
     if "auto_map" not in config:
-        return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        return _loaded(transformers.AutoTokenizer, folder)
     name = config.get("tokenizer_class")
     if (folder / TOKENIZER_JSON).is_file():
-        return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
+        return _loaded(transformers.PreTrainedTokenizerFast, folder)
     if name in _SAME_AS:
-        return getattr(transformers, _SAME_AS[name]).from_pretrained(str(folder))
+        return _loaded(getattr(transformers, _SAME_AS[name]), folder)
     raise ValueError(
         f"the tokenizer of {folder} is code of the checkpoint ({name}), which is never run, and there is no "
         f"{TOKENIZER_JSON}; save the tokenizer with one (tokenizer.backend_tokenizer.save) and try again"
     )
+
+
+def _loaded(tokenizer_class: type, folder: Path):
+    try:
+        return tokenizer_class.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # Damaged files raise anything, tokenizers' own Exception among them.
+        for name in (TOKENIZER_JSON, SPECIAL_TOKENS_MAP, ADDED_TOKENS, "vocab.json"):
+            _read(folder / name)
+        raise ValueError(f"the tokenizer files of {folder} cannot be read ({error}); fetch them again") from error
 
 
 def write_mask_token(folder: Path, mask_token: MaskToken) -> None:
@@ -80,8 +90,8 @@ def write_mask_token(folder: Path, mask_token: MaskToken) -> None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return read_json_object(file) if file.is_file() else {}
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

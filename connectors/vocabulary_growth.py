@@ -20,6 +20,12 @@ _NOISE = 0.02
 _ROWS_AT_ONCE = 8192
 
 
+def check_mask_init(mask_init: str) -> None:
+    """Raise ``ValueError`` for an unknown way to make new rows."""
+    if mask_init not in MASK_INITS:
+        raise ValueError(f"mask_init={mask_init!r} is unknown; choose from {', '.join(MASK_INITS)}")
+
+
 class GrownCheckpoint:
     """An :class:`HFCheckpoint` whose vocabulary tables have rows of their own behind those of the file.
 
@@ -40,8 +46,7 @@ class GrownCheckpoint:
     def __init__(
         self, checkpoint: HFCheckpoint, config: dict, tables: Collection[str], vocab_size: int, mask_init: str
     ):
-        if mask_init not in MASK_INITS:
-            raise ValueError(f"mask_init={mask_init!r} is unknown; choose from {', '.join(MASK_INITS)}")
+        check_mask_init(mask_init)
         self.path = checkpoint.path
         self.config = config
         self.shapes, self.dtypes = dict(checkpoint.shapes), checkpoint.dtypes

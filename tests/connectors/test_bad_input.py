@@ -45,6 +45,63 @@ def test_a_tensor_in_two_shards(models, tmp_path):
         HFCheckpoint(twin)
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "3", '"x"'])
+@pytest.mark.parametrize("name", ["config.json", INDEX, "generation_config.json", "tokenizer_config.json"])
+def test_a_small_file_that_is_no_json_object_is_named(models, tmp_path, name, content):
+    twin = shutil.copytree(models / "qwen3_sharded", tmp_path / "twin")
+    (twin / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{name} (is no valid JSON|holds no JSON object)"):
+        read_facts(twin)
+
+
+@pytest.mark.parametrize("weight_map", [3, ["a"], {}, {"a": 3}, {"a": None}])
+def test_an_index_without_files_of_tensors(models, tmp_path, weight_map):
+    twin = shutil.copytree(models / "qwen3_sharded", tmp_path / "twin")
+    edit_json(twin / INDEX, weight_map=weight_map)
+    with pytest.raises(ValueError, match=f"{INDEX} has no weight_map from tensors to files"):
+        HFCheckpoint(twin)
+
+
+def test_all_damaged_shards_are_named(models, tmp_path):
+    twin = shutil.copytree(models / "qwen3_sharded", tmp_path / "twin")
+    for shard, content in zip(SHARDS, (b"", b"<html>not found</html>"), strict=True):
+        (twin / shard).write_bytes(content)
+    with pytest.raises(ValueError, match=f"(?s){SHARDS[0]} is truncated or damaged.*{SHARDS[1]} is truncated or dam"):
+        HFCheckpoint(twin)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}"])
+def test_a_damaged_tokenizer_is_named(models, tmp_path, content):
+    twin = shutil.copytree(models / "qwen3", tmp_path / "twin")
+    (twin / "tokenizer.json").write_text(content)
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json (is no valid|holds no) JSON|tokenizer files of .*twin cannot"
+    ):
+        read_facts(twin)
+
+
+@pytest.mark.parametrize(
+    "content", [{1: torch.zeros(1)}, {"a": {"b": torch.zeros(1)}}, [torch.zeros(1)], torch.zeros(1)]
+)
+def test_a_pickle_of_something_else(models, tmp_path, content):
+    shutil.copy(models / "qwen3" / "config.json", tmp_path)
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is damaged or no state dict of tensors"):
+        HFCheckpoint(tmp_path)
+
+
+@pytest.mark.parametrize("zip_format", [True, False])
+def test_a_pickle_that_was_cut_off(models, tmp_path, zip_format):
+    shutil.copy(models / "qwen3" / "config.json", tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(load_file(models / "qwen3" / "model.safetensors"), file, _use_new_zipfile_serialization=zip_format)
+    content = file.read_bytes()
+    for end in range(0, len(content), len(content) // 40):
+        file.write_bytes(content[:end])
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin is damaged or no state dict of tensors"):
+            HFCheckpoint(tmp_path)
+
+
 class Touch:
     """What unpickling it does."""
 

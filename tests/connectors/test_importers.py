@@ -144,6 +144,12 @@ def test_export_in_shards(make_model, models, tmp_path):
     exported = export_ckpt(imported, tmp_path / "hf", max_shard_size=200_000)
     assert len(list(exported.glob("model-*.safetensors"))) > 1
     assert_same_weights(exported, models / "qwen3")
+    # A file for each tensor, and no less.
+    exported = export_ckpt(imported, tmp_path / "small", max_shard_size="1KB")
+    assert max(len(load_file(file)) for file in exported.glob("model-*.safetensors")) <= 4
+    assert_same_weights(exported, models / "qwen3")
+    with pytest.raises(ValueError, match="max_shard_size=0 is no size of files"):
+        export_ckpt(imported, tmp_path / "none", max_shard_size=0)
 
 
 def test_the_imported_context_has_the_mask_token(make_model, models, tmp_path):
@@ -248,6 +254,19 @@ def test_existing_folders_stay_unless_overwritten(make_model, models, tmp_path):
     export_ckpt(imported, exported, overwrite=True)
     assert_same_weights(exported, models / "a2d_qwen3")
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["hf", "nemo"]
+
+
+def test_what_a_conversion_reads_is_not_overwritten(make_model, make_twin, tmp_path):
+    source = make_twin("qwen3", folder="models/source")
+    for output in (source, source.parent):
+        with pytest.raises(ValueError, match="cannot be replaced: .*source, which is read, is in it"):
+            import_ckpt(make_model(source), source, output, overwrite=True)
+    imported = import_ckpt(make_model(source), source, tmp_path / "run" / "nemo")
+    for output in (imported, imported.parent):
+        with pytest.raises(ValueError, match="cannot be replaced: .*nemo, which is read, is in it"):
+            export_ckpt(imported, output, overwrite=True)
+    with pytest.raises(ValueError, match="mask_init='other' is unknown; choose from mean, random, zero"):
+        import_ckpt(make_model(source), source, tmp_path / "other", mask_init="other")
 
 
 def test_an_import_that_exists_is_used(make_model, models, tmp_path):

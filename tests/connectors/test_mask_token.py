@@ -158,6 +158,15 @@ def test_a_mask_token_id_that_is_no_whole_number(make_twin, named):
         read_facts(make_twin("qwen3", mask_token_id=named))
 
 
+def test_files_that_name_different_mask_tokens(make_twin, caplog):
+    twin = make_twin("sdar", mask_token_id=150)
+    (twin / "generation_config.json").write_text(json.dumps({"mask_token_id": 170}))
+    with caplog.at_level("WARNING"):
+        assert read_facts(twin).mask_token_id == 150
+    assert "the mask token is 150, though generation_config.json names 170" in caplog.text
+    assert "the mask token is 150, though the tokenizer names 196" in caplog.text
+
+
 def test_weights_in_a_dtype_that_is_never_trained(make_twin):
     def widen(tensors):
         for name in tensors:

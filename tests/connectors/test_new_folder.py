@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nemo_dllm.connectors.new_folder import refuse_unfinished, replace_folder, unfinished_sibling
+from nemo_dllm.connectors.new_folder import refuse_existing, refuse_unfinished, replace_folder, unfinished_sibling
 
 
 @pytest.fixture
@@ -67,3 +67,37 @@ def test_an_overwrite_that_fails_leaves_what_was_there(tmp_path):
     with pytest.raises(FileNotFoundError):
         replace_folder(finished, folder)
     assert (folder / "old").exists()
+
+
+@pytest.mark.parametrize("target", ["folder", "file", "link", "broken link"])
+def test_whatever_has_the_name_is_replaced(tmp_path, target):
+    finished, out, elsewhere = tmp_path / "finished", tmp_path / "out", tmp_path / "elsewhere"
+    for folder in (finished, elsewhere):
+        folder.mkdir()
+        (folder / folder.name).touch()
+    make = {
+        "folder": out.mkdir,
+        "file": out.touch,
+        "link": lambda: out.symlink_to(elsewhere),
+        "broken link": lambda: out.symlink_to("/nowhere"),
+    }
+    make[target]()
+    with pytest.raises(FileExistsError, match="out exists; choose another folder or pass overwrite=True"):
+        refuse_existing(out, overwrite=False)
+    refuse_existing(out, overwrite=True)
+    replace_folder(finished, out)
+    assert [file.name for file in out.iterdir()] == ["finished"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out"]
+    assert (elsewhere / "elsewhere").exists()
+
+
+def test_what_is_read_is_not_overwritten(tmp_path):
+    source = tmp_path / "models" / "source"
+    source.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(source)
+    for out in (source, source.parent, tmp_path / "link"):
+        with pytest.raises(ValueError, match="cannot be replaced: .*source, which is read, is in it"):
+            refuse_existing(out, True, reads=(source,))
+    refuse_existing(source / "new", True, reads=(source,))
+    (source / "inside").mkdir()
+    refuse_existing(source / "inside", True, reads=(source,))

@@ -6,7 +6,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_dllm.connectors.safetensors_writer import SafetensorsFile, TensorHeader
-from nemo_dllm.connectors.shard_layout import SAFETENSORS_INDEX, ShardLayout, plan_shards, read_shard_layout
+from nemo_dllm.connectors.shard_layout import (
+    SAFETENSORS_INDEX,
+    ShardLayout,
+    plan_shards,
+    read_shard_layout,
+    size_in_bytes,
+)
 
 TENSORS = {"a": torch.ones(4), "b": torch.ones(2, 3), "c": torch.ones(5, dtype=torch.bfloat16)}  # 16, 24, 10 bytes
 HEADERS = {name: TensorHeader.of(tensor) for name, tensor in TENSORS.items()}
@@ -79,3 +85,25 @@ def test_files_that_no_export_may_write_are_no_layout(models, tmp_path, file):
     index["weight_map"] = dict.fromkeys(index["weight_map"], file)
     (folder / SAFETENSORS_INDEX).write_text(json.dumps(index))
     assert read_shard_layout(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (7, 7),
+        (1.5e5, 150_000),
+        ("123", 123),
+        ("5GB", 5 * 10**9),
+        ("1.5 mb", 1_500_000),
+        ("2 GiB", 2**31),
+        ("3KB", 3000),
+    ],
+)
+def test_sizes_of_files(size, expected):
+    assert size_in_bytes(size) == expected
+
+
+@pytest.mark.parametrize("size", [0, -5, "", "5 XB", "GB", "-1GB", "0.1", "big"])
+def test_sizes_that_are_none(size):
+    with pytest.raises(ValueError, match=f"max_shard_size={size!r} is no size of files; give bytes or a number with"):
+        size_in_bytes(size)
