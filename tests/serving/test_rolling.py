@@ -49,6 +49,12 @@ class Attention:
         cache.hold(window)
         return logits_BLV[torch.arange(len(tokens_BL)), (key_mask_BL.sum(dim=1) - 1).clamp_min(0)]
 
+    def score_and_keep(self, tokens_BL, positions_BL, cache, rows_N, columns_N, *, key_mask_BL, kept_BL):
+        window = cache.window(positions_BL, key_mask_BL)
+        logits_BLV = self._cached(tokens_BL, positions_BL, cache, window)
+        cache.hold(window, kept_BL)
+        return logits_BLV[rows_N, columns_N]
+
     def _cached(self, tokens_BL, positions_BL, cache, window):
         def exchange(layer, keys_BLE, values_BLE):
             stored = cache.write(layer, window, keys_BLE[:, :, None], values_BLE[:, :, None])
@@ -88,6 +94,7 @@ SETTINGS = [
     {"cache": "approximate_prefix", "block_size": 4},
     {"cache": "approximate_dual", "block_size": 3, "right_shift": True, "bos_token_id": 1},
     {"cache": "approximate_dual", "block_size": 4, "cfg_scale": 1.0},
+    {"cache": "approximate_delayed", "refresh_interval": 3, "block_size": 4},
 ]
 
 

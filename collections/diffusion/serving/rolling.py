@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nemo_dllm.collections.diffusion.sampling import CachedDenoiser, DenoiserFn, DenoiseStep, KVCache
+from nemo_dllm.collections.diffusion.sampling.approximate_caches import ApproximateCache, DelayedCache
 from nemo_dllm.collections.diffusion.sampling.blocks import block_indices
 from nemo_dllm.collections.diffusion.sampling.denoise import _Run
 from nemo_dllm.collections.diffusion.sampling.noise import RowNoise
 from nemo_dllm.collections.diffusion.sampling.progress import Progress
 from nemo_dllm.collections.diffusion.sampling.scoring import (
-    ApproximateCache,
     Canvas,
     CommittedBlocks,
     Guided,
@@ -31,6 +31,8 @@ from nemo_dllm.collections.diffusion.sampling.scoring import (
 )
 from nemo_dllm.collections.diffusion.sampling.stopping import Decode, TextEnds
 from nemo_dllm.collections.diffusion.serving.rows import Row
+
+_WITH_CACHE = (CommittedBlocks, ApproximateCache, DelayedCache)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class RollingBatch:
         tokens_BT = pad_sequence(tensors, batch_first=True, padding_value=of.mask_token_id)
         noise = RowNoise([row.seed for row in rows], [row.row_id for row in rows], tokens_BT.device)
         fixed = (of.mask_token_id, config, noise, TextEnds(config, of.decode))
-        self._run = _Run(of.denoiser, tokens_BT, _canvas(rows, tokens_BT.device), *fixed)
+        self._run = _Run(of.denoiser, tokens_BT, _canvas(rows), *fixed)
         self._begin_steps()
         for row in rows:
             row.passes = 0
@@ -86,8 +88,7 @@ class RollingBatch:
     def is_elastic(self) -> bool:
         """Whether rows can join and leave; those in a cache of the model's own kind cannot be moved."""
         return all(
-            type(scorer) is WholeCanvas
-            or (type(scorer) in (CommittedBlocks, ApproximateCache) and isinstance(scorer._cache, KVCache))
+            type(scorer) is WholeCanvas or (type(scorer) in _WITH_CACHE and isinstance(scorer._cache, KVCache))
             for scorer in _branches(self._run.score)
         )
 
@@ -126,12 +127,11 @@ class _Kept(NamedTuple):
         return _Kept(read(self.of), self.places)
 
 
-def _canvas(rows: Sequence[Row], device: torch.device) -> Canvas:
-    """Rows aligned on the left."""
-    positions_T = torch.arange(max(row.length for row in rows), device=device)
-    starts_B1, ends_B1, lengths_B1 = torch.tensor(
-        [[row.holes.start, row.holes.stop, row.length] for row in rows], device=device
-    ).T[..., None]
+def _canvas(rows: Sequence[Row]) -> Canvas:
+    """Rows aligned on the left, on the CPU as of the sampler."""
+    positions_T = torch.arange(max(row.length for row in rows))
+    bounds_B3 = torch.tensor([[row.holes.start, row.holes.stop, row.length] for row in rows])
+    starts_B1, ends_B1, lengths_B1 = bounds_B3.T[..., None]
     holes_BT = (positions_T >= starts_B1) & (positions_T < ends_B1)
     config = rows[0].config
     blocks_BT = block_indices(holes_BT, config.block_size, config.counts_blocks_from)
@@ -141,9 +141,9 @@ def _canvas(rows: Sequence[Row], device: torch.device) -> Canvas:
 
 
 def _side_by_side(of: Denoising, rows: Sequence[Row], kept: Sequence[_Kept]) -> _Run:
-    config, device = rows[0].config, kept[0].of.tokens_BT.device
+    config = rows[0].config
     run = copy.copy(kept[0].of)
-    run.canvas = _canvas(rows, device)
+    run.canvas = _canvas(rows)
     positions = run.canvas.holes_BT.shape[1]
     run.tokens_BT = _stack(((r.tokens_BT, places) for r, places in kept), positions)
     run.holes_BT = _stack(((r.holes_BT, places) for r, places in kept), positions)
@@ -154,7 +154,7 @@ def _side_by_side(of: Denoising, rows: Sequence[Row], kept: Sequence[_Kept]) -> 
     run.progress = _progress([part.part(lambda r: r.progress) for part in kept])
     run.score = build_scorer(of.denoiser, run.tokens_BT, run.canvas, of.mask_token_id, config)
     _fill_scorer(run.score, [part.part(lambda r: r.score) for part in kept], positions)
-    run.done_B = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    run.done_B = torch.zeros(len(rows), dtype=torch.bool)
     return run
 
 
@@ -179,6 +179,9 @@ def _fill_scorer(scorer: Scorer, kept: Sequence[_Kept], positions: int) -> None:
             branch._last_BV = _last_logits(parts)
         elif isinstance(branch, ApproximateCache):
             branch._block_B = torch.cat([s._block_B[places] for s, places in parts])
+        elif isinstance(branch, DelayedCache):
+            branch._encoded_BT = _stack(((s._encoded_BT, places) for s, places in parts), positions)
+            branch._passes_B = torch.cat([s._passes_B[places] for s, places in parts])
         if not isinstance(branch, WholeCanvas):
             _fill_cache(branch._cache, [part.part(lambda s: s._cache) for part in parts], positions + 1)
 
