@@ -124,7 +124,7 @@ def export_for_engine(
     folder = working / output_path.name
     try:
         (_copy_hf_checkpoint if is_hf else export_hf_checkpoint)(path, folder)
-        block_size, notes = _finish(folder, target)
+        block_size, notes = _finish(folder, target, read_facts(path if is_hf else folder))
         replace_folder(folder, output_path)
     finally:
         shutil.rmtree(working, ignore_errors=True)
@@ -186,11 +186,10 @@ def _copy_hf_checkpoint(source: Path, folder: Path) -> None:
     )
 
 
-def _finish(folder: Path, engine: Engine) -> tuple[int, tuple[str, ...]]:
+def _finish(folder: Path, engine: Engine, facts: CheckpointFacts) -> tuple[int, tuple[str, ...]]:
     """Complete and check a folder; returns the model's block size, and notes."""
     checkpoint = HFCheckpoint(folder)
     family = find_family(checkpoint.config)
-    facts = read_facts(folder)
     served = family.hf_class(checkpoint.config)
     if facts.attention == "causal" or served.architecture not in engine.layouts:
         raise ValueError(

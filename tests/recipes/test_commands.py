@@ -143,6 +143,14 @@ def test_nemo_dllm_samples(nemo, tmp_path):
     assert printed == "2 tokens, 5 bytes in 1 rows, 1 noise levels each"
 
 
+@pytest.mark.parametrize("option", [["--for", "sglang"], ["--for=sglang"], ["for=sglang"], ["engine=sglang"]])
+def test_export_for_an_engine(nemo, tmp_path, option):
+    out = tmp_path / "out"
+    printed = nemo("dllm", "export", f"path={MODELS / 'sdar'}", f"output_path={out}", *option)
+    assert printed.startswith(f"serve it: python -m sglang.launch_server --model-path {out} --trust-remote-code")
+    assert (out / "dllm_algorithm.yaml").read_text() == "block_size: 4\n"
+
+
 def test_what_a_user_can_mend_is_one_line(nemo, capsys):
     with pytest.raises(SystemExit, match="2"):
         nemo("dllm", "generate", f"path={MODELS / 'qwen3'}")
