@@ -89,12 +89,13 @@ def test_a_parameter_without_gradient_stands_still_while_its_groups_count_goes_o
     assert optimizer.param_groups[0]["step"] == 8
 
 
-def test_a_group_without_any_gradient_does_not_count():
+def test_a_group_without_any_gradient_counts_and_keeps_still():
+    """Other ranks hold its gradients where parameters are sharded, and all must agree on the count."""
     tensors = parameters()
     optimizer = GroupStepAdamW(groups_of(tensors), **SETTINGS)
     give_gradients(tensors, 0, without=(0,))
     optimizer.step()
-    assert [group.get("step", 0) for group in optimizer.param_groups] == [0, 1]
+    assert [group.get("step", 0) for group in optimizer.param_groups] == [1, 1]
     assert tensors[0] not in optimizer.state
 
 

@@ -14,8 +14,8 @@ from torch.optim.adam import adam
 class GroupStepAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter, 2019) through torch's fused kernel, with one step count per parameter group.
 
-    A parameter without a gradient stands still for that step, while the count of its group goes on as long as another
-    parameter of the group has one; torch's AdamW would stop its count. The fused Adam of apex does the same.
+    A parameter without a gradient stands still for that step, while the count of its group goes on; torch's AdamW would
+    stop its count. The fused Adam of apex does the same. A rank whose shard of a group is empty counts with the others.
 
     Args:
         params: parameters or parameter groups, fp32.
@@ -39,6 +39,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
+                if group["params"]:
+                    group["step"] = group.get("step", 0) + 1
                 continue
             for p in params:
                 if not self.state[p]:

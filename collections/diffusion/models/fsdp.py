@@ -1,11 +1,21 @@
 """Megatron-FSDP: weights, gradients and optimizer state sharded over the data-parallel ranks."""
 
 import functools
+from functools import partial
 
+from megatron.core.distributed import FullyShardedDataParallel
 from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
 from nemo import lightning as nl
 
 from nemo_dllm.collections.diffusion import cpu
+from nemo_dllm.collections.diffusion.models.fsdp_state import (
+    FORMAT,
+    load_model_state,
+    load_optimizer_state,
+    make_moments,
+    sharded_model_state,
+    sharded_optimizer_state,
+)
 
 WHOLE = "optim_grads_params"
 """Shards weights, gradients and optimizer state; what Megatron's ``no_shard``, its default, stands for here."""
@@ -21,6 +31,7 @@ def prepare_fully_sharded(strategy: nl.MegatronStrategy) -> None:
 
     NeMo sets a field of Megatron's that is no longer read, and leaves the sharding at none.
     """
+    strategy.__class__ = FullyShardedStrategy
     ddp = strategy.ddp_config
     ddp.use_megatron_fsdp = True
     if ddp.data_parallel_sharding_strategy == "no_shard":
@@ -43,3 +54,45 @@ def _call_hooks_of_the_root() -> None:
         return self.module(*inputs, **named)
 
     MegatronFSDP.forward = forward
+
+
+class FullyShardedStrategy(nl.MegatronStrategy):
+    """NeMo's strategy whose Megatron-FSDP saves and loads the checkpoints of all other layouts."""
+
+    @property
+    def sharded_state_dict_metadata(self) -> dict:
+        """How optimizer state is laid out in a checkpoint."""
+        return super().sharded_state_dict_metadata | {"distrib_optim_sharding_type": FORMAT}
+
+    @property
+    def _chunk(self) -> FullyShardedDataParallel:
+        (chunk,) = self.megatron_parallel
+        chunk.module.sharded_state_dict = partial(sharded_model_state, chunk.module)
+        return chunk.module
+
+    def optimizer_sharded_state_dict(self, is_loading: bool = False, metadata: dict | None = None) -> dict:
+        """See ``fsdp_state``."""
+        optimizer = self.optimizers[0].mcore_optimizer
+        make_moments(optimizer)
+        return sharded_optimizer_state(self._chunk, optimizer)
+
+    def save_checkpoint(self, checkpoint, filepath, storage_options=None) -> None:
+        """As NeMo's, which would gather all weights first where they are gathered while others compute."""
+        self._chunk
+        self.ddp_config.overlap_param_gather = False
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self.ddp_config.overlap_param_gather = True
+
+    def load_checkpoint(self, checkpoint_path, selective_restore: bool = False) -> dict:
+        """As NeMo's."""
+        self._chunk
+        return super().load_checkpoint(checkpoint_path, selective_restore)
+
+    def load_model_state_dict(self, checkpoint, strict: bool = True) -> None:
+        """Take in the weights of this rank's shards."""
+        load_model_state(self._chunk, checkpoint["state_dict"])
+
+    def load_optimizer_state_dict(self, checkpoint, selective_restore: bool = False) -> None:
+        """Take in the optimizer state of this rank's shards."""
+        if self.should_restore_optimizer_states(selective_restore=selective_restore):
+            load_optimizer_state(self._chunk, self.optimizers[0].mcore_optimizer, checkpoint["optimizer"][0])
