@@ -60,6 +60,8 @@ class Kind:
     """Of the objective."""
     positions_per_token: int = 1
     """Positions that the layers see for a token of text."""
+    supervise_padding: bool = True
+    """Whether fine-tuning trains pads: an answer is denoised in a canvas with room for more, and has to end in it."""
 
 
 KINDS = {
@@ -72,6 +74,8 @@ KINDS = {
         "{family} as a block diffusion model",
         fields={"block_size": 32},
         positions_per_token=2,
+        # Answers are filled up with end tokens to the end of their last block, and sampling goes no further.
+        supervise_padding=False,
     ),
 }
 
@@ -95,8 +99,6 @@ class RecipeFamily:
     """Fields of the configuration that only pretraining sets."""
     bos_token_id: int | None = None
     """Put before documents in pretraining, where logits are shifted."""
-    supervise_padding: bool = False
-    """Whether fine-tuning trains pads."""
 
 
 FAMILIES: list[RecipeFamily] = []
@@ -148,6 +150,7 @@ def family_recipe(
             tokenizer,
             has_tokenizer=tokenizer is not None or init_from is not None,
             block_size={**model_kind.fields, **family.objective}.get("block_size"),
+            supervise_padding=model_kind.supervise_padding,
             vocab_size=facts.vocab_size,
             micro_batch_size=max(1, facts.micro_batch_size // model_kind.positions_per_token),
         ),
@@ -181,6 +184,7 @@ def _data(
     *,
     has_tokenizer: bool,
     block_size: int | None,
+    supervise_padding: bool,
     vocab_size: int,
     micro_batch_size: int,
 ) -> run.Config:
@@ -192,7 +196,7 @@ def _data(
         "num_val_rows": GLOBAL_BATCH_SIZE,
     }
     if TASKS[task].tuning is not None and has_tokenizer:
-        supervised = {"block_size": block_size, "supervise_padding": family.supervise_padding}
+        supervised = {"block_size": block_size, "supervise_padding": supervise_padding}
         return supervised_data(dataset, tokenizer, **supervised, **sizes)
     if dataset is not None:
         return pretraining_data(dataset, tokenizer, bos_token_id=family.bos_token_id, **sizes)

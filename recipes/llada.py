@@ -9,7 +9,6 @@ LLADA = RecipeFamily(
     title="LLaDA",
     mask_token_id=126336,
     kinds=("mdlm",),
-    supervise_padding=True,
     sizes={"8b": Size(LLaDAConfig8B, 8_015_581_184, Layout(tensor=4), micro_batch_size=2)},
 )
 

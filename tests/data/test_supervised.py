@@ -215,6 +215,17 @@ def test_packed_and_padded_train_the_same(corpus, block_size):
     assert packed.efficiency == samples.lengths.sum() / (len(packed) * 16)
 
 
+def test_pads_of_a_packed_row_can_be_trained_with_its_last_sample(corpus):
+    samples = fitted(corpus, seq_length=16)
+    plain = PackedRows(samples, count_packed_rows(samples), None)
+    for row, trained in zip(plain, PackedRows(samples, len(plain), None, supervise_padding=True), strict=True):
+        real, last = row["key_mask"], row["document_ids"][row["key_mask"]].max()
+        assert "key_mask" not in trained
+        assert torch.equal(row["tokens"], trained["tokens"]) and (trained["tokens"][~real] == EOS).all()
+        assert torch.equal(trained["loss_mask"], row["loss_mask"] | ~real)
+        assert torch.equal(trained["document_ids"], row["document_ids"].clamp(max=last))
+
+
 def test_epochs_are_packed_anew(corpus):
     samples = fitted(corpus, seq_length=20)
     num_rows = count_packed_rows(samples)

@@ -148,6 +148,9 @@ def test_trained_padding(build):
     assert "key_mask" not in row
     stop = row["tokens"].tolist().index(256)
     assert row["loss_mask"][stop:].all() and not row["loss_mask"][0]
+    data = build(supervise_padding=True, packing=True)
+    for dataset in (data.train_dataloader().dataset, data.val_dataloader().dataset):
+        assert "key_mask" not in dataset[0] and dataset[0]["loss_mask"][-1]
 
 
 def test_field_errors(module, files):
@@ -157,7 +160,8 @@ def test_field_errors(module, files):
         "num_val_rows=0 must be at least 1, or None": {"num_val_rows": 0},
         "seq_length=64 is not a multiple of block_size=5": {"block_size": 5},
         "seq_length=64 is not a multiple of pad_to_multiple_of=48": {"pad_to_multiple_of": 48},
-        "packing=True leaves no room for supervise_padding=True": {"packing": True, "supervise_padding": True},
+        "packing=True leaves no room for pad_to_multiple_of=8": {"packing": True, "pad_to_multiple_of": 8},
+        "max_bad_rows=-1 must be at least 0": {"max_bad_rows": -1},
         "packing=True leaves no room for group_by_length=True": {"packing": True, "group_by_length": True},
         "columns={'question': 'q'} has unknown question": {"columns": {"question": "q"}},
         "validation_fraction=2 must be between 0 and 1": {"validation_fraction": 2},

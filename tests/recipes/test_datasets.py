@@ -2,8 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import fiddle as fdl
 import pytest
+
+from nemo_dllm.collections.diffusion.data.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.nemo
 
@@ -69,13 +73,50 @@ def test_what_the_data_takes_over_from_the_model(recipe_of, corpus):
         data = recipe_of(name, dataset="chats.jsonl", tokenizer="folder").data
         return data.block_size, data.supervise_padding
 
-    assert supervised("qwen3_8b_mdlm_finetune") == (None, False)
-    assert supervised("qwen3_8b_bd3lm_finetune") == (32, False)
-    assert supervised("sdar_8b_finetune") == (4, False)
-    assert supervised("llada_8b_finetune") == (None, True)
+    for name in ("qwen3_8b_mdlm", "qwen25_7b_a2d", "llama31_8b_a2d", "llada_8b", "llada_moe_7b_a1b", "dream_7b"):
+        for task in ("finetune", "lora"):
+            assert supervised(f"{name}_{task}") == (None, True)
+    for name, block_size in {"qwen3_8b_bd3lm": 32, "sdar_8b": 4, "sdar_30b_a3b": 4, "llada2_mini": 32}.items():
+        assert supervised(f"{name}_finetune") == (block_size, False)
     for name in ("dream_7b", "llada_8b", "sdar_8b", "qwen3_8b_a2d"):
         recipe = recipe_of(f"{name}_pretrain", dataset=corpus, tokenizer="folder")
         assert (recipe.data.bos_token_id is not None) == recipe.model.objective.right_shift
+
+
+# "ab" asks, "cd" and the end token 256 answer, in a row of 32.
+_TRAINED_PADS = ([*b"abcd"] + [256] * 28, [0] * 2 + [1] * 30, None)
+_FILLED_BLOCKS = {
+    4: ([*b"abcd"] + [256] * 28, [0] * 2 + [1] * 6 + [0] * 24, [1] * 8 + [0] * 24),
+    32: ([*b"abcd"] + [256] * 28, [0] * 2 + [1] * 30, [1] * 32),
+}
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("llada_8b_finetune", _TRAINED_PADS),
+        ("llada_moe_7b_a1b_finetune", _TRAINED_PADS),
+        ("dream_7b_lora", _TRAINED_PADS),
+        ("qwen3_0p6b_mdlm_finetune", _TRAINED_PADS),
+        ("llama32_1b_a2d_finetune", _TRAINED_PADS),
+        ("sdar_1p7b_finetune", _FILLED_BLOCKS[4]),
+        ("llada2_mini_finetune", _FILLED_BLOCKS[32]),
+        ("qwen3_0p6b_bd3lm_finetune", _FILLED_BLOCKS[32]),
+    ],
+)
+def test_what_each_family_trains_of_a_short_row(recipe_of, tmp_path, name, expected):
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "ab", "completion": "cd"}')
+    data = recipe_of(name, dataset=str(tmp_path / "chats.jsonl"), tokenizer=str(byte_tokenizer(tmp_path / "byte"))).data
+    data.validation_path, data.cache_dir, data.chat_template = data.path, str(tmp_path), ""
+    data.seq_length = 32
+    module = fdl.build(data)
+    module.trainer = SimpleNamespace(max_steps=1, global_step=0)
+    module.prepare_data()
+    module.setup("fit")
+    row = module.training_dataset(1)[0]
+    tokens, loss_mask, key_mask = expected
+    assert (row["tokens"].tolist(), row["loss_mask"].int().tolist()) == (tokens, loss_mask)
+    assert (row["key_mask"].int().tolist() if "key_mask" in row else None) == key_mask
 
 
 def test_a_prefix_may_have_its_suffix(recipe_of, corpus):

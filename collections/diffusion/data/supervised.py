@@ -172,7 +172,7 @@ class PaddedRows(Dataset):
 
 
 class PackedRows(Dataset):
-    """Several samples per row of L tokens, told apart by `document_ids`; the rest of a row is neither seen nor trained.
+    """Several samples per row of L tokens, told apart by `document_ids`.
 
     Every epoch packs anew, into as many rows. Item i is row i % num_rows of epoch i // num_rows.
 
@@ -181,12 +181,20 @@ class PackedRows(Dataset):
         num_samples: length of the dataset.
         seed: of the packs and their order; None packs and reads in the samples' own order.
         num_counted: as of `PaddedRows`.
+        supervise_padding: the rest of a row is end tokens of its last sample, trained like an answer's; else it is
+            neither seen nor trained.
     """
 
     def __init__(
-        self, samples: FittedSamples, num_samples: int, seed: int | None, num_counted: int | None = None
+        self,
+        samples: FittedSamples,
+        num_samples: int,
+        seed: int | None,
+        num_counted: int | None = None,
+        supervise_padding: bool = False,
     ) -> None:
         self.samples = samples
+        self.supervise_padding = supervise_padding
         self.num_samples = num_samples
         self.num_counted = num_samples if num_counted is None else num_counted
         self.seed = seed
@@ -206,15 +214,17 @@ class PackedRows(Dataset):
         packs, row = self._order.at(index % self.num_counted)
         members = [self.samples.sample(number) for number in packs.row(row).tolist()]
         lengths = [len(member.tokens) for member in members]
-        width = self.samples.seq_length
-        loss_mask = _padded(np.concatenate([member.loss_mask for member in members]), width, False)
-        return {
+        width, trained = self.samples.seq_length, self.supervise_padding
+        loss_mask = _padded(np.concatenate([member.loss_mask for member in members]), width, trained)
+        row = {
             "tokens": _padded(np.concatenate([m.tokens for m in members]), width, self.samples.end_token_id),
             "loss_mask": loss_mask & (index < self.num_counted),
             "sample_index": torch.tensor(index, dtype=torch.int64),
-            "key_mask": torch.arange(width) < sum(lengths),
-            "document_ids": _padded(np.repeat(np.arange(len(members)), lengths), width, len(members)),
+            "document_ids": _padded(np.repeat(np.arange(len(members)), lengths), width, len(members) - trained),
         }
+        if not trained:
+            row["key_mask"] = torch.arange(width) < sum(lengths)
+        return row
 
     def _packs(self, epoch: int) -> Packs:
         seed = None if self.seed is None else (self.seed, epoch)

@@ -51,7 +51,8 @@ class SupervisedDataModule(DiffusionDataModule):
         template_arguments: further variables of the template, e.g. {"enable_thinking": False}.
         loss_turns: "all" turns of the assistant are trained, or only the "last".
         block_size: of block diffusion; fills each sample with trained end tokens to a multiple of it.
-        supervise_padding: pads are trained end tokens, as LLaDA has it; False neither shows nor trains them.
+        supervise_padding: pads are trained end tokens, as LLaDA has it; False neither shows nor trains them. In packed
+            rows they belong to the last sample.
         packing: several samples per row, told apart.
         pad_to_multiple_of: pad to the longest row of the global batch, rounded up; None pads to `seq_length`, which
             pipeline parallelism needs.
@@ -137,7 +138,7 @@ class SupervisedDataModule(DiffusionDataModule):
         for name in ("block_size", "pad_to_multiple_of"):
             if self.seq_length % (getattr(self, name) or 1):
                 raise ValueError(f"seq_length={self.seq_length} is not a multiple of {name}={getattr(self, name)}")
-        for name in ("supervise_padding", "group_by_length", "pad_to_multiple_of"):
+        for name in ("group_by_length", "pad_to_multiple_of"):
             if self.packing and getattr(self, name):
                 raise ValueError(f"packing=True leaves no room for {name}={getattr(self, name)}; set one of them only")
 
@@ -157,7 +158,9 @@ class SupervisedDataModule(DiffusionDataModule):
     def training_dataset(self, num_samples: int) -> Dataset:
         """The first `num_samples` samples in consumption order."""
         if self.packing:
-            dataset = PackedRows(self.training_samples, num_samples, self.seed)
+            dataset = PackedRows(
+                self.training_samples, num_samples, self.seed, supervise_padding=self.supervise_padding
+            )
             logging.info(f"packing: {dataset.num_rows} rows, {dataset.efficiency:.1%} of their positions in use")
             return dataset
         group_size = self._length_group_size if self.group_by_length else None
@@ -171,7 +174,7 @@ class SupervisedDataModule(DiffusionDataModule):
         num_rows = min(available, self.num_val_rows or available)
         num_samples = -(-num_rows // self.global_batch_size) * self.global_batch_size
         if self.packing:
-            return PackedRows(samples, num_samples, None, num_rows)
+            return PackedRows(samples, num_samples, None, num_rows, supervise_padding=self.supervise_padding)
         return self._padded_rows(samples, num_samples, None, num_counted=num_rows)
 
     @cached_property
