@@ -48,7 +48,7 @@ def run(forks):
         job = {"command": list(map(str, command)), "folder": folder, "output": folder / "output.txt"}
         process = forks.Process(target=runpy.run_path, args=(str(script), {"job": job}, "__main__"))
         process.start()
-        process.join(timeout=200)
+        process.join(timeout=400)
         output = (folder / "output.txt").read_text()
         assert process.exitcode == 0, output[-3000:]
         return output
@@ -82,11 +82,16 @@ def test_answers_after_fine_tuning_in_a_chat_template(run, tmp_path):
     rows = [json.dumps({"question": f"{10 + i} + {30 - i}?", "answer": "40"}) + "\n" for i in range(20)]
     (tmp_path / "gsm8k_train.jsonl").write_text("".join(rows[:17]))
     (tmp_path / "gsm8k_test.jsonl").write_text("".join(rows[17:]))
-    small = (
-        "--steps 150 --sequences 8 --length 64 --val-rows 4 --max-new-tokens 8 --block-size 8 --lr 1e-2 --questions 3"
-    )
+    small = "--steps 150 --sequences 8 --length 64 --val-rows 4 --lr 1e-2 --max-new-tokens 8 --block-size 8"
+    small += " --questions 3 --batch 2"
     (command,) = [command for command in commands_of("chat.md") if "docs/tutorials/chat.py" in command]
-    run(tmp_path, *command, *small.split())
-    assert json.loads((tmp_path / "runs" / "chat" / "result.json").read_text()) == {"questions": 3, "right": 3}
+    output = run(tmp_path, *command, *small.split())
+    result = json.loads((tmp_path / "runs" / "chat" / "result.json").read_text())
+    assert (result["questions"], result["before"], result["after"]) == (
+        3,
+        *({"right": n, "share": n / 3} for n in (0, 3)),
+    )
     answers = [json.loads(line) for line in (tmp_path / "runs" / "chat" / "answers.jsonl").read_text().splitlines()]
-    assert [answer["said"] for answer in answers] == ["40"] * 3
+    assert [answer["after"] for answer in answers] == [{"said": "40", "right": True}] * 3
+    assert not any(answer["before"]["right"] for answer in answers)
+    assert "right after: 3 of 3 (100.0%)" in output
