@@ -91,6 +91,9 @@ def number_of_devices(trainer: run.Config) -> int:
         ValueError: where it is not known before the run.
     """
     devices = trainer.devices
+    if isinstance(devices, str):
+        # So the command line reads "8", and Lightning takes it for 8.
+        devices = devices.split(",") if "," in devices else int(devices) if devices.isdecimal() else devices
     if isinstance(devices, list | tuple):
         return len(devices)
     if not isinstance(devices, int) or devices < 1:

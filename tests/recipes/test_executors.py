@@ -6,6 +6,8 @@ import re
 import shlex
 import stat
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,23 +16,21 @@ pytestmark = pytest.mark.nemo
 
 @pytest.fixture
 def prepared(tmp_path, monkeypatch):
-    """Everything that nemo_run would hand over for a recipe and an executor; returns (folder of the job, script)."""
+    """Everything that nemo_run would hand over for a recipe and an executor; returns (script of Slurm, experiment)."""
     import nemo_run as run
-    from nemo_run.core.tunnel.client import LocalTunnel
 
     from nemo_dllm.recipes.executors import FitToTrainer
 
     # nemo_run makes folders with a command that would read pytest's.
     monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("nemo_run.config._NEMORUN_HOME", str(tmp_path))
 
     def prepare(recipe, executor):
-        if isinstance(executor, run.SlurmExecutor):
-            executor.tunnel = LocalTunnel(job_dir=str(tmp_path / "cluster"))
-        with run.Experiment("launch", executor=executor, base_dir=str(tmp_path), log_level="ERROR") as experiment:
+        with run.Experiment("launch", executor=executor, log_level="ERROR") as experiment:
             experiment.add(recipe, plugins=[FitToTrainer()], name="job")
             experiment.dryrun(log=False, delete_exp_dir=False)
-            folder = next((tmp_path / "experiments" / "launch").iterdir())
-        return folder, (folder / "job_sbatch.sh").read_text() if (folder / "job_sbatch.sh").exists() else experiment
+        scripts = list((tmp_path / "experiments" / "launch").glob("*/job_sbatch.sh"))
+        return scripts[0].read_text() if scripts else None, experiment
 
     return prepare
 
@@ -66,7 +66,7 @@ def two_nodes(recipes):
 
 
 def test_a_slurm_job_has_the_nodes_and_gpus_of_the_trainer(prepared, two_nodes):
-    _, script = prepared(two_nodes, slurm_executor(time="12:00:00", gpus_per_node=4, nodes=7))
+    script, _ = prepared(two_nodes, slurm_executor(time="12:00:00", gpus_per_node=4, nodes=7))
     flags = flags_of(script)
     expected = {"nodes": "2", "ntasks-per-node": "8", "gpus-per-node": "8", "exclusive": ""}
     assert {name: flags[name] for name in expected} == expected
@@ -79,7 +79,7 @@ def test_a_slurm_job_has_the_nodes_and_gpus_of_the_trainer(prepared, two_nodes):
 
 
 def test_a_slurm_job_of_torchrun_starts_one_on_each_node(prepared, two_nodes):
-    _, script = prepared(two_nodes, slurm_executor(launcher="torchrun"))
+    script, _ = prepared(two_nodes, slurm_executor(launcher="torchrun"))
     assert {name: flags_of(script)[name] for name in ("nodes", "ntasks-per-node", "gpus-per-node")} == {
         "nodes": "2",
         "ntasks-per-node": "1",
@@ -96,7 +96,7 @@ def test_a_slurm_job_of_torchrun_starts_one_on_each_node(prepared, two_nodes):
 
 def test_a_slurm_job_in_a_container(prepared, two_nodes):
     mounts = {"container_image": "registry/dllm:1", "container_mounts": ["/shared:/shared"]}
-    folder, script = prepared(two_nodes, slurm_executor(**mounts, env_vars={"HF_HOME": "/shared/hub"}))
+    script, _ = prepared(two_nodes, slurm_executor(**mounts, env_vars={"HF_HOME": "/shared/hub"}))
     command = command_of(script)
     assert command[command.index("--container-image") + 1] == "registry/dllm:1"
     mounted = command[command.index("--container-mounts") + 1].split(",")
@@ -110,10 +110,9 @@ def test_what_a_job_runs_is_the_recipe(prepared, two_nodes):
     from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 
     two_nodes.trainer.max_steps = 77
-    folder, script = prepared(two_nodes, slurm_executor())
-    file = folder / "job" / "configs" / "job_fn_or_script"
-    # Without a container the path is that on the cluster.
-    assert command_of(script)[-1].endswith("/job/configs/job_fn_or_script")
+    script, _ = prepared(two_nodes, slurm_executor())
+    # Without a container the path is that on the cluster, here the same machine.
+    file = Path(command_of(script)[-1])
     assert ZlibJSONSerializer().deserialize(file.read_text()) == two_nodes
 
 
@@ -128,7 +127,7 @@ def test_every_recipe_survives_the_way_to_a_job(recipes):
 @pytest.mark.parametrize("exit_code, restarts, requeued", [(143, 0, True), (143, 3, False), (0, 0, False)])
 def test_a_job_told_to_end_is_queued_again(prepared, two_nodes, tmp_path, exit_code, restarts, requeued):
     """The script runs, on commands that stand in for Slurm's: training exits with 143 once it has saved."""
-    _, script = prepared(two_nodes, slurm_executor())
+    script, _ = prepared(two_nodes, slurm_executor())
     commands = tmp_path / "commands"
     commands.mkdir()
     stand_ins = {
@@ -146,7 +145,7 @@ def test_a_job_told_to_end_is_queued_again(prepared, two_nodes, tmp_path, exit_c
 
 
 def test_a_cluster_with_gpus_of_another_name(prepared, two_nodes):
-    _, script = prepared(two_nodes, slurm_executor(gres="gpu:h100:8"))
+    script, _ = prepared(two_nodes, slurm_executor(gres="gpu:h100:8"))
     assert flags_of(script)["gres"] == "gpu:h100:8"
     assert "gpus-per-node" not in flags_of(script)
 
@@ -172,7 +171,7 @@ def test_a_folder_that_the_next_job_would_not_find(prepared, two_nodes, folder):
         prepared(two_nodes, slurm_executor())
 
 
-@pytest.mark.parametrize("devices, number", [(4, 4), ([0, 2], 2), ("auto", None), (-1, None)])
+@pytest.mark.parametrize("devices, number", [(4, 4), ("4", 4), ([0, 2], 2), ("0,2", 2), ("auto", None), (-1, None)])
 def test_the_number_of_devices_has_to_be_known(tiny, devices, number):
     from nemo_dllm.recipes.executors import number_of_devices
 
@@ -211,6 +210,38 @@ def test_the_nemo_command_knows_the_executors_and_fits_them():
     assert (context.executor.account, context.executor.time, context.executor.retries) == ("research", "01:30:00", 9)
     assert context.plugins == [FitToTrainer()]
     assert llm.finetune.cli_entrypoint.default_plugins == llm.pretrain.cli_entrypoint.default_plugins
+
+
+@pytest.mark.slow
+def test_two_processes_however_started_train_as_one(tmp_path):
+    """By torchrun through nemo_run, and by Lightning, which starts the second itself."""
+    (tmp_path / "text.txt").write_text("\n".join(f"line {i} holds {i * i} and {i % 7}" for i in range(600)))
+    fields = {"data.vocab_size": 300, "data.seq_length": 16, "data.micro_batch_size": 2, "data.global_batch_size": 4}
+    fields |= {"data.num_val_rows": 8, "data.cache_dir": "cache", "model.config.num_layers": 2}
+    fields |= {"trainer.max_steps": 4, "trainer.val_check_interval": 4, "trainer.log_every_n_steps": 1}
+    environment = os.environ | {"NEMORUN_HOME": str(tmp_path / "nemo_run"), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+
+    def losses(name, *more):
+        command = [
+            "nemo-dllm",
+            "pretrain",
+            "--factory",
+            f"mdlm_tiny(path='{tmp_path}/text.txt', dir='{tmp_path}/{name}')",
+        ]
+        command += [*(f"{field}={value}" for field, value in fields.items()), *more]
+        options = {"cwd": tmp_path, "env": environment, "stdin": subprocess.DEVNULL, "timeout": 600}
+        done = subprocess.run(command, capture_output=True, text=True, **options)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        found = re.findall(r"step (\d)/4 +loss ([\d.]+)", done.stdout + done.stderr)
+        return {int(step): float(loss) for step, loss in found}
+
+    one = losses("one")
+    assert sorted(one) == [1, 2, 3, 4]
+    for name, *more in (("torchrun", "trainer.devices=2", "run.executor=local"), ("lightning", "trainer.devices=2")):
+        two = losses(name, *more)
+        # Printed to three digits.
+        assert two == pytest.approx(one, abs=2e-3), name
 
 
 def test_another_number_of_processes_than_the_trainer_asks_for():

@@ -1,6 +1,7 @@
 """Runs that are told to end, by Slurm or by Ctrl-C, and checkpoints that are damaged."""
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,37 @@ pytestmark = pytest.mark.nemo
 def test_sigterm_saves_the_step_under_way(run_recipe, straight, tmp_path):
     run_recipe(tmp_path, killed_after=KILLED_AFTER, exit_code=143, signals={"killed_by": signal.SIGTERM})
     assert_goes_on(run_recipe(tmp_path), straight, KILLED_AFTER + 1)
+
+
+def test_sigterm_saves_where_no_last_checkpoint_is_kept_otherwise(run_recipe, straight, tmp_path):
+    signals = {"killed_by": signal.SIGTERM}
+    run_recipe(tmp_path, killed_after=2, exit_code=143, signals=signals, log__ckpt__save_last=False)
+    assert_goes_on(run_recipe(tmp_path), straight, 3)
+
+
+def test_what_is_written_in_the_background_is_finished_before_the_exit():
+    from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
+
+    from nemo_dllm.collections.diffusion.training.termination import SaveOnTermination
+
+    class Writer(AsyncFinalizableCheckpointIO):
+        def __init__(self):
+            self.under_way = 0
+
+        def maybe_finalize_save_checkpoint(self, blocking=False):
+            assert blocking
+            self.under_way = 0
+
+    writer = Writer()
+    checkpoint = SimpleNamespace(save_last=True, _monitor_candidates=lambda trainer: {})
+    checkpoint._save_last_checkpoint = lambda trainer, candidates: setattr(writer, "under_way", 1)
+    strategy = SimpleNamespace(checkpoint_io=writer)
+    trainer = SimpleNamespace(checkpoint_callback=checkpoint, strategy=strategy, global_step=1)
+    callback = SaveOnTermination()
+    callback._receive(signal.SIGTERM, None)
+    with pytest.raises(SystemExit, match="143"):
+        callback.on_train_batch_end(trainer, None, None, None, 0)
+    assert writer.under_way == 0
 
 
 def test_a_signal_to_one_rank_ends_all_at_one_step(run_recipe, straight, tmp_path):

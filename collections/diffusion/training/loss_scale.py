@@ -13,4 +13,5 @@ class LossScale(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Hand the optimizer's scale to Megatron's backward pass."""
         if trainer.precision_plugin.dtype_config.fp16:
-            pl_module.config.grad_scale_func = trainer.optimizers[0].mcore_optimizer.scale_loss
+            # Adapters get their optimizer later than this.
+            pl_module.config.grad_scale_func = lambda loss: trainer.optimizers[0].mcore_optimizer.scale_loss(loss)
