@@ -150,7 +150,7 @@ def train(block_size: str, hf: Path, texts: Path | None, arguments: argparse.Nam
     return {"before": before, "after": after, "train_tokens_per_second": speed.median()}
 
 
-def sample(checkpoint: Path, prompts_BL: torch.Tensor, source, arguments: argparse.Namespace) -> dict:
+def sample(checkpoint: Path, prompts_BL: torch.Tensor, arguments: argparse.Namespace) -> dict:
     """Continue prompts one by one with a trained model, a token per pass and by confidence.
 
     Where there are blocks, the cache of finished ones is exact; masked diffusion has none.
@@ -166,28 +166,28 @@ def sample(checkpoint: Path, prompts_BL: torch.Tensor, source, arguments: argpar
             generate(denoiser, prompts_BL[:1].tolist(), warm_up, device=model.device, **canvas)
             denoiser.calls, start = 0, time.perf_counter()
             rows = [
-                generate(denoiser, [prompt], config, row_ids=[row], device=model.device, **canvas).sequences[0].cpu()
+                generate(denoiser, [prompt], config, row_ids=[row], device=model.device, **canvas).sequences[0].tolist()
                 for row, prompt in enumerate(prompts_BL.tolist())
             ]
             tokens, seconds = len(rows) * arguments.new_tokens, time.perf_counter() - start
-            nats = nats_per_token(source, torch.stack(rows), given=prompts_BL.shape[1])
             results[pace] = {
                 "tokens_per_second": tokens / seconds,
                 "calls_per_token": denoiser.calls / tokens,
-                "source_perplexity": math.exp(nats),
-                "text": model.decode(rows[0].tolist()),
+                "text": model.decode(rows[0]),
             }
     return results
 
 
-def measure(block_size: str, hf: Path, texts: Path | None, prompts_BL, source, arguments: argparse.Namespace) -> dict:
+def measure(
+    block_size: str, hf: Path, texts: Path | None, prompts_BL: torch.Tensor, arguments: argparse.Namespace
+) -> dict:
     """One size from its start to its samples."""
     start, folder = time.perf_counter(), arguments.out / f"block_{block_size}"
     # Of a run that was stopped: trained steps without what was measured on the way.
     shutil.rmtree(folder, ignore_errors=True)
     row = train(block_size, hf, texts, arguments)
-    gc.collect()
-    row["sampling"] = sample(folder, prompts_BL, source, arguments)
+    gc.collect()  # The trainer and its model hold each other.
+    row["sampling"] = sample(folder, prompts_BL, arguments)
     return {**row, "seconds": round(time.perf_counter() - start, 1)}
 
 
@@ -222,7 +222,7 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=32, help="tokens of a beginning")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens of a continuation")
     parser.add_argument("--threshold", type=float, default=0.9, help="probability of tokens that are committed at once")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most probable token")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
     arguments = parser.parse_args(given)
     for size in arguments.block_sizes:
         if size != WHOLE and int(size) > arguments.length:
@@ -269,7 +269,7 @@ def main(given: list[str] | None = None) -> None:
     prompts_BL = rows_BL[: arguments.prompts, : arguments.prompt_tokens]
     for block_size in arguments.block_sizes:
         if block_size not in result["sizes"]:
-            result["sizes"][block_size] = measure(block_size, hf, texts, prompts_BL, source, arguments)
+            result["sizes"][block_size] = measure(block_size, hf, texts, prompts_BL, arguments)
             write_result(result, out / "result.json")
     (out / "blocks.svg").write_text(draw(result))
     Console().print(report(result))

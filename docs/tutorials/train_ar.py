@@ -66,13 +66,13 @@ def read_rows(
 
 
 @torch.no_grad()
-def nats_per_token(model: LlamaForCausalLM, tokens_BL: torch.Tensor, given: int = 1) -> float:
-    """Mean negative log-likelihood of the tokens behind the first ``given`` of each row."""
+def nats_per_token(model: LlamaForCausalLM, tokens_BL: torch.Tensor) -> float:
+    """Mean negative log-likelihood of the tokens behind the first of each row."""
     total = 0.0
     for part_BL in tokens_BL.to(model.device).split(4):
-        logits_BLV = model(part_BL).logits[:, given - 1 : -1].float()
-        total += F.cross_entropy(logits_BLV.flatten(0, 1), part_BL[:, given:].flatten(), reduction="sum").item()
-    return total / tokens_BL[:, given:].numel()
+        logits_BLV = model(part_BL).logits[:, :-1].float()
+        total += F.cross_entropy(logits_BLV.flatten(0, 1), part_BL[:, 1:].flatten(), reduction="sum").item()
+    return total / tokens_BL[:, 1:].numel()
 
 
 def train_autoregressive(
