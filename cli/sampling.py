@@ -215,6 +215,7 @@ COMMANDS: Sequence[Command] = (
             Option("max_completion_tokens", int, "Tokens per completion that requests may ask for.", 1_024),
             Option("max_body_bytes", int, "Size of a request.", 1_000_000),
             Option("timeout_seconds", float, "From a request's arrival to its last token.", 300.0),
+            Option("shutdown_seconds", float, "For running requests to end when the server is told to stop.", 30.0),
             _BEST,
             _PRESET,
         ),

@@ -174,8 +174,12 @@ def test_a_prompt_is_encoded_once_and_without_those_that_run(kit):
     newcomers = RollingBatch(denoising, [second])
     newcomers.step()
     batch = batch.with_live_rows_of(newcomers)
+    passes = 0
     while not first.done:
         Schedule.collect(batch, batch.step(), {})
+        passes += 1
+    # It waits for none of the blocks that the other one has still to find.
+    assert passes == 4
     # The prompt and a block at a time; then the finished block of the first row, which the other one's sits beside.
     assert model.windows[:7] == [(1, 40), *[(1, 4)] * 4, (1, 40), (1, 4)]
     assert set(model.windows[7:]) == {(2, 4)}

@@ -15,6 +15,7 @@ class ServerLimits:
         max_completion_tokens: tokens per completion that a request may ask for.
         max_body_bytes: size of a request.
         timeout_seconds: from a request's arrival to its last token.
+        shutdown_seconds: for running requests to end when the server is told to stop.
     """
 
     max_batch_rows: int = 16
@@ -24,6 +25,7 @@ class ServerLimits:
     max_completion_tokens: int = 1_024
     max_body_bytes: int = 1_000_000
     timeout_seconds: float = 300.0
+    shutdown_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -12,6 +12,8 @@ from nemo_dllm.collections.diffusion.serving.metrics import ServerMetrics
 
 # Seconds for the body of a request to arrive.
 BODY_SECONDS = 30.0
+# Seconds after which a client may try again, by status.
+RETRY_AFTER = {429: "1", 503: "5"}
 
 
 class CountRequests:
@@ -101,11 +103,7 @@ class LimitBody:
         raise RequestError(413, message, code="body_too_large")
 
 
-# Seconds after which a client may try again, by status.
-_RETRY_AFTER = {429: "1", 503: "5"}
-
-
 def error_response(error: RequestError) -> JSONResponse:
     """The answer to a request that cannot be met."""
-    wait = _RETRY_AFTER.get(error.status)
+    wait = RETRY_AFTER.get(error.status)
     return JSONResponse(error.body(), error.status, None if wait is None else {"Retry-After": wait})

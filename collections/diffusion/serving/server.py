@@ -2,8 +2,10 @@
 
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,12 +16,11 @@ import uvicorn
 from nemo_dllm.collections.diffusion.chat_prompts import read_template
 from nemo_dllm.collections.diffusion.serving.app import create_app
 from nemo_dllm.collections.diffusion.serving.limits import ServerLimits
+from nemo_dllm.collections.diffusion.serving.loading import answering_while_loading
 from nemo_dllm.collections.diffusion.serving.served_model import ServedModel
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 KEY_VARIABLE = "NEMO_DLLM_API_KEY"
-# Seconds that open streams get to end when the server is told to stop.
-SHUTDOWN_SECONDS = 10
 
 
 def serve(
@@ -40,8 +41,9 @@ def serve(
     max_completion_tokens: int = ServerLimits.max_completion_tokens,
     max_body_bytes: int = ServerLimits.max_body_bytes,
     timeout_seconds: float = ServerLimits.timeout_seconds,
+    shutdown_seconds: float = ServerLimits.shutdown_seconds,
 ) -> None:
-    """Serve the model of a checkpoint until the process is told to stop.
+    """Serve the model of a checkpoint until the process is told to stop, by SIGTERM or an interrupt.
 
     Args:
         path, best: see ``inference.load_checkpoint``.
@@ -54,39 +56,51 @@ def serve(
         preset: of ``sampling.PRESETS``, for requests that name none; None is the checkpoint's own.
         settings: further fields of ``SamplerConfig``, for requests that name no preset.
         max_batch_rows, max_batch_tokens, max_waiting_rows, max_rows_per_request, max_completion_tokens, max_body_bytes,
-            timeout_seconds: see ``ServerLimits``.
+            timeout_seconds, shutdown_seconds: see ``ServerLimits``.
 
     Raises:
         FileNotFoundError, ValueError: there is no checkpoint to sample from, or the settings do not fit it, or
             the port is taken.
     """
     of_rows = (max_batch_rows, max_batch_tokens, max_waiting_rows, max_rows_per_request)
-    limits = ServerLimits(*of_rows, max_completion_tokens, max_body_bytes, timeout_seconds)
+    limits = ServerLimits(*of_rows, max_completion_tokens, max_body_bytes, timeout_seconds, shutdown_seconds)
     template = read_template(chat_template)
     # Before what takes a while.
     listening = _listen(host, port)
-    from nemo_dllm.collections.diffusion.inference import load_checkpoint
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    with answering_while_loading(listening):
+        from nemo_dllm.collections.diffusion.inference import load_checkpoint
 
-    loaded = load_checkpoint(path, best=best)
-    name = name or Path(path).resolve().name
-    model = ServedModel(loaded, name, preset=preset, settings=settings, chat_template=template)
-    _run(model, limits, api_key or os.environ.get(KEY_VARIABLE) or None, listening, host)
+        loaded = load_checkpoint(path, best=best)
+        name = name or Path(path).resolve().name
+        model = ServedModel(loaded, name, preset=preset, settings=settings, chat_template=template)
+    run_until_stopped(model, limits, api_key or os.environ.get(KEY_VARIABLE) or None, listening, host)
 
 
-def _run(model: ServedModel, limits: ServerLimits, api_key: str | None, listening: socket.socket, host: str) -> None:
+def run_until_stopped(
+    model: ServedModel, limits: ServerLimits, api_key: str | None, listening: socket.socket, host: str
+) -> None:
+    """Serve until SIGTERM or an interrupt, and then until what runs is finished, or its time for that is over.
+
+    Args:
+        model, limits, api_key: see ``create_app``.
+        listening: a bound socket.
+        host: to show.
+    """
     if host not in LOOPBACK and api_key is None:
         print(f"note: {host} is open to others; set an API key ({KEY_VARIABLE})", file=sys.stderr)
     listening.listen()
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {model.name} at http://{shown}:{listening.getsockname()[1]} (API under /v1)", flush=True)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     config = uvicorn.Config(
         create_app(model, limits, api_key=api_key),
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        timeout_graceful_shutdown=limits.shutdown_seconds,
     )
-    # uvicorn ends open requests, and then passes the interrupt on.
+    # uvicorn ends open requests, and then passes the signal on.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listening])
 
