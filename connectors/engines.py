@@ -202,6 +202,7 @@ def _finish(folder: Path, engine: Engine, facts: CheckpointFacts) -> tuple[int, 
     absent = layout.fields - checkpoint.config.keys()
     config = checkpoint.config | {name: value for name, value in (silent | described).items() if name in absent}
     config |= {"architectures": [served.architecture], "model_type": served.exported_as or served.model_type}
+    config |= {"mask_token_id": facts.mask_token_id, "block_size": facts.block_size}
     _check(engine, layout, config, checkpoint.shapes)
     notes = _notes(engine, layout, facts, folder)
     config |= _configuration_code(folder, config)

@@ -30,6 +30,11 @@ class MegatronDenoiser:
     def __init__(self, core: DiffusionCore, block_size: int | None = None, causal_commits: bool = False):
         self.core, self.block_size, self.causal_commits = core, block_size, causal_commits
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens, without padding rows."""
+        return self.core.logical_vocab_size
+
     @torch.no_grad()
     def __call__(self, tokens_BT: Tensor, *, key_mask_BT: Tensor | None = None) -> Tensor:
         """Score every token at every position of the canvas.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from nemo_dllm.collections.diffusion.sampling.blocks import BLOCK_ORIGINS
 from nemo_dllm.collections.diffusion.sampling.quirks import ReferenceQuirks
 from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES
+from nemo_dllm.collections.diffusion.sampling.setting_types import of_type
 from nemo_dllm.collections.diffusion.sampling.transfer import SCHEDULES
 
 DELAYED = "approximate_delayed"
@@ -111,6 +112,9 @@ class SamplerConfig:
     quirks: ReferenceQuirks = ReferenceQuirks()
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type is not ReferenceQuirks:
+                object.__setattr__(self, field.name, of_type(field.name, getattr(self, field.name), field.type))
         for rule in _RULES:
             value = getattr(self, rule.field)
             if value is not None and not rule.holds(value, self):
@@ -215,7 +219,6 @@ _RULES = (
     _Rule("max_post_steps", _at_least(0), "must be at least 0"),
     _Rule("cfg_scale", _finite_from_0, "must be a finite number of at least 0, which is no guidance"),
     _Rule("eos_penalty", _finite_from_0, "must be a finite number of at least 0"),
-    _Rule("stop_strings", lambda texts, _: not isinstance(texts, str), "is a single text; give a tuple of texts"),
     _Rule(
         "stop_strings",
         lambda texts, c: not texts or bool(c.end_token_ids),

@@ -9,6 +9,7 @@ V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -109,6 +110,8 @@ def denoise(
     for name, per_row in (("row_ids", row_ids), ("seeds", seeds)):
         if per_row is not None and len(per_row) != len(canvas_BT):
             raise ValueError(f"{name} has {len(per_row)} entries for {len(canvas_BT)} rows; give one per row")
+        if per_row is not None and not all(isinstance(entry, Integral) for entry in per_row):
+            raise ValueError(f"{name}={list(per_row)} must be whole numbers, one per row")
     ends = TextEnds(config, decode)
     if config.quirks.global_noise:
         noise = GlobalNoise()
@@ -129,6 +132,9 @@ class _Run:
         self.canvas = canvas = canvas.cpu()
         self.tokens_BT = canvas_BT.cpu().masked_fill(canvas.holes_BT, mask_token_id)
         self.holes_BT = canvas.holes_BT
+        # A model that knows its vocabulary keeps a GPU from ids that would be the end of its process.
+        self.known_vocabulary = getattr(model, "vocabulary_size", None)
+        self._check_ids(self.known_vocabulary)
         self.ordinals_BT = canvas.holes_BT.cumsum(dim=1) - 1
         # Rows that finish their blocks together have them encoded in one pass.
         lockstep = "turn" if config.cache == "exact" else "block" if config.quirks.lockstep else None
@@ -166,6 +172,17 @@ class _Run:
             committed_BT = holes_before_BT & ~self.holes_BT
             yield DenoiseStep(self.tokens_BT, self.holes_BT, committed_BT, step, edits_BT, settled_BT)
 
+    def _check_ids(self, vocabulary: int | None) -> None:
+        if vocabulary is not None:
+            check_token_ids(self.config, self.mask_token_id, vocabulary)
+        outside_N = self.tokens_BT[(self.tokens_BT < 0) | (self.tokens_BT >= (vocabulary or 2**63 - 1))]
+        if len(outside_N) > 0:
+            of = "" if vocabulary is None else f" of {vocabulary}"
+            raise ValueError(
+                f"{outside_N[0]} among the given tokens is outside the model's vocabulary{of}; encode the text with "
+                "the model's tokenizer, and see to mask_token_id and pad_token_id"
+            )
+
     def _active(self, blocks: list[int | None]) -> Tensor:
         """Positions of the block at hand, none in rows that have nothing to do; bool [B, T]."""
         nothing = torch.iinfo(torch.int64).min
@@ -189,7 +206,9 @@ class _Run:
     def _judge(self, active_BT: Tensor, scored_BT: Tensor) -> Judged:
         config = self.config
         logits_NV = self.score(self.tokens_BT, active_BT, scored_BT, self.device)
-        check_token_ids(config, self.mask_token_id, logits_NV.shape[-1])
+        if logits_NV.shape[-1] != self.known_vocabulary:
+            self.known_vocabulary = logits_NV.shape[-1]
+            self._check_ids(self.known_vocabulary)
         ordinals_N = on_device(self.ordinals_BT[scored_BT], logits_NV.device)
         logits_NV = restrict_logits(logits_NV, ordinals_N, self.mask_token_id, config)
         # Noise is drawn for the row's own positions alone: numbers spent on padding would tie a row to its batch.

@@ -106,7 +106,9 @@ def generate_stream(
     """As ``generate``, but hand out the canvas after every step; ``generation_result`` reads the last one."""
     if len(prompts) == 0:
         raise ValueError("prompts is empty; give at least one prompt, as a list of token ids")
-    starts = [_as_row(_start(prompt, index, config), device) for index, prompt in enumerate(prompts)]
+    starts = [
+        _as_row(_start(prompt, index, config), f"prompts[{index}]", device) for index, prompt in enumerate(prompts)
+    ]
     lengths = [_new_tokens(len(start), index, config) for index, start in enumerate(starts)]
     rows = [
         torch.cat([start, start.new_full((length,), mask_token_id)])
@@ -175,13 +177,13 @@ def infill(
     Raises:
         ValueError: there are no rows, a row and its holes differ in length, or an id is outside the vocabulary.
     """
-    lengths, hole_lengths = [len(row) for row in tokens], [len(row) for row in holes]
+    rows = [_as_row(row, f"tokens[{index}]", device) for index, row in enumerate(tokens)]
+    lengths, hole_lengths = [len(row) for row in rows], [len(row) for row in holes]
     if not lengths or lengths != hole_lengths:
         raise ValueError(
             f"holes has rows of lengths {hole_lengths} for tokens of lengths {lengths}; give at least one row and one "
             "boolean per token"
         )
-    rows = [_as_row(row, device) for row in tokens]
     hole_rows = [torch.as_tensor(row, dtype=torch.bool, device=rows[0].device) for row in holes]
     config = replace(config, stop_at_eos=False, stop_token_ids=(), stop_strings=(), min_new_tokens=0)
     stacked = _stack_rows(rows, hole_rows, mask_token_id if pad_token_id is None else pad_token_id, config)
@@ -195,17 +197,35 @@ def infill(
 
 
 def span_between(prefix: Sequence[int], suffix: Sequence[int], length: int) -> tuple[list[int], list[bool]]:
-    """One row for ``infill``: ``length`` holes between two texts. Returns its tokens and its holes."""
+    """One row for ``infill``: ``length`` holes between two texts. Returns its tokens and its holes.
+
+    Raises:
+        ValueError: ``length`` is negative.
+    """
+    if length < 0:
+        raise ValueError(f"length={length} must be at least 0")
     tokens = [*prefix, *[0] * length, *suffix]
     return tokens, [len(prefix) <= index < len(prefix) + length for index in range(len(tokens))]
 
 
-def _as_row(ids: TokenRow, device: torch.device | str | None) -> Tensor:
-    return torch.as_tensor(ids, dtype=torch.int64, device=device)
+def _as_row(ids: TokenRow, name: str, device: torch.device | str | None) -> Tensor:
+    try:
+        row = torch.as_tensor(ids, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}={ids!r} is no sequence of token ids ({error})") from error
+    whole = row.numel() == 0 or not (row.is_floating_point() or row.is_complex() or row.dtype == torch.bool)
+    if row.ndim != 1 or not whole:
+        raise ValueError(
+            f"{name} is {row.dtype} of shape {list(row.shape)}; give each row as a sequence of token ids, which are "
+            "whole numbers"
+        )
+    return row.long()
 
 
 def _start(prompt: TokenRow, index: int, config: SamplerConfig) -> TokenRow:
     """The prompt, or the start token where it is empty."""
+    if not hasattr(prompt, "__len__"):
+        raise ValueError(f"prompts[{index}]={prompt!r} is no sequence of token ids; give one per row, as [[1, 2, 3]]")
     if len(prompt) > 0:
         return prompt
     if config.bos_token_id is not None:

@@ -15,7 +15,8 @@ class DenoiserFn(Protocol):
     sampler which does not use them goes on calling the function as it does now.
 
     A model may have a method ``score_positions(tokens_BT, rows_N, positions_N, *, key_mask_BT)`` as well, which returns
-    the logits [N, V] of the named entries alone: those of a whole canvas take more memory than the model.
+    the logits [N, V] of the named entries alone: those of a whole canvas take more memory than the model. With an
+    attribute ``vocabulary_size``, V, token ids outside of it are refused before they reach the model.
     """
 
     def __call__(self, tokens_BT: Tensor, *, key_mask_BT: Tensor | None) -> Tensor:

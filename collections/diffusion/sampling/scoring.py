@@ -18,6 +18,8 @@ from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, gather_windo
 from nemo_dllm.collections.diffusion.sampling.config import DELAYED, SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
 
+_LARGEST = torch.finfo(torch.float32).max
+
 Scorer = Callable[[Tensor, Tensor, Tensor, torch.device], Tensor]
 
 
@@ -37,7 +39,14 @@ class WholeCanvas:
         key_mask_BT = None if self._key_mask_BT is None else on_device(self._key_mask_BT, device)
         if hasattr(self._model, "score_positions"):
             return self._model.score_positions(tokens_BT, rows_N, positions_N, key_mask_BT=key_mask_BT)
-        return self._model(tokens_BT, key_mask_BT=key_mask_BT)[rows_N, positions_N]
+        logits_BTV = self._model(tokens_BT, key_mask_BT=key_mask_BT)
+        if not isinstance(logits_BTV, Tensor) or logits_BTV.ndim != 3 or logits_BTV.shape[:2] != tokens_BT.shape:
+            what = list(logits_BTV.shape) if isinstance(logits_BTV, Tensor) else type(logits_BTV).__name__
+            raise ValueError(
+                f"the model returned {what} for tokens of shape {list(tokens_BT.shape)}; return logits as one tensor "
+                "[rows, positions, vocabulary]"
+            )
+        return logits_BTV[rows_N, positions_N]
 
 
 class CommittedBlocks:
@@ -97,8 +106,11 @@ class Guided:
 
     def __call__(self, tokens_BT: Tensor, active_BT: Tensor, scored_BT: Tensor, device: torch.device) -> Tensor:
         hidden_BT = tokens_BT.masked_fill(self._hidden_BT, self._mask_token_id)
-        conditional_NV = self._conditional(tokens_BT, active_BT, scored_BT, device).float()
-        unconditional_NV = self._unconditional(hidden_BT, active_BT, scored_BT, device).float()
+        # Infinity in both, as of a token that the model never gives, has no difference.
+        conditional_NV, unconditional_NV = (
+            branch(branch_BT, active_BT, scored_BT, device).float().clamp(-_LARGEST, _LARGEST)
+            for branch, branch_BT in ((self._conditional, tokens_BT), (self._unconditional, hidden_BT))
+        )
         return unconditional_NV + (self._scale + 1) * (conditional_NV - unconditional_NV)
 
 

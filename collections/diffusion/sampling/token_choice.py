@@ -14,12 +14,17 @@ from nemo_dllm.collections.diffusion.sampling.noise import gumbel
 
 
 def check_token_ids(config: SamplerConfig, mask_token_id: int, vocabulary: int) -> None:
-    """Raise ValueError where a token id lies outside the model's vocabulary, or every token is suppressed."""
-    ids = {"mask_token_id": (mask_token_id,)} | {
-        name: getattr(config, name) for name in ("suppress_token_ids", "begin_suppress_token_ids", "stop_token_ids")
+    """Raise ValueError where a token id lies outside the vocabulary, every token is suppressed, or ends are masks."""
+    several = ("suppress_token_ids", "begin_suppress_token_ids", "stop_token_ids", "cfg_keep_token_ids")
+    ids = {"mask_token_id": (mask_token_id,)} | {name: getattr(config, name) for name in several}
+    ids |= {
+        name: (getattr(config, name),) for name in ("eos_token_id", "bos_token_id") if getattr(config, name) is not None
     }
-    if config.eos_token_id is not None:
-        ids["eos_token_id"] = (config.eos_token_id,)
+    if mask_token_id in config.end_token_ids:
+        raise ValueError(
+            f"mask_token_id={mask_token_id} is in eos_token_id or stop_token_ids as well, which fill ended rows; "
+            "give the token that ends a text"
+        )
     for field, values in ids.items():
         for token_id in values:
             if not 0 <= token_id < vocabulary:
