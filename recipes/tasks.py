@@ -13,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nemo_dllm.collections.diffusion.attention.layers import have_transformer_engine
 from nemo_dllm.collections.diffusion.data.batch_sizes import check_batch_sizes
+from nemo_dllm.collections.diffusion.models.fsdp import is_fully_sharded
 from nemo_dllm.collections.diffusion.models.layout import check_layout, refused_once
+from nemo_dllm.collections.diffusion.models.layout_options import check_layout_options
 from nemo_dllm.collections.diffusion.models.lora import LoRA
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.objectives import Objective
@@ -67,7 +69,7 @@ def finetune(
     """
     with refused_once():
         check_settings(model, data, trainer)
-    _check_adapters(peft, model, resume, init_from)
+    _check_adapters(peft, model, trainer.strategy, resume, init_from)
     resume = start_from(init_from, mask_init, resume, data, adapters=peft is not None)
     return llm.finetune(
         model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim, peft=peft, tokenizer="data"
@@ -88,6 +90,7 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
     )
     world_size = trainer.num_devices * trainer.num_nodes
     check_layout(config, model.objective, trainer, data)
+    check_layout_options(config, strategy, model.transformer_impl)
     check_batch_sizes(data.global_batch_size, data.micro_batch_size, world_size // model_size)
     _check_positions(config, data.seq_length)
     _check_rotary(config)
@@ -110,10 +113,19 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
 
 
 def _check_adapters(
-    peft: PEFT | None, model: DiffusionModel, resume: nl.AutoResume | None, init_from: str | None
+    peft: PEFT | None,
+    model: DiffusionModel,
+    strategy: nl.MegatronStrategy,
+    resume: nl.AutoResume | None,
+    init_from: str | None,
 ) -> None:
     if peft is None:
         return
+    if is_fully_sharded(strategy):
+        raise ValueError(
+            "peft trains few weights beside frozen ones, which trainer.strategy.fsdp='megatron' does not shard; "
+            "set fsdp=None"
+        )
     if isinstance(peft, LoRA):
         peft.check_fits(model.config)
     elif not have_transformer_engine():

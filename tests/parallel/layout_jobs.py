@@ -25,6 +25,7 @@ from nemo_dllm.collections.diffusion import cpu
 from nemo_dllm.collections.diffusion.data.base_datamodule import DiffusionDataModule
 from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
 from nemo_dllm.collections.diffusion.models import model as model_module
+from nemo_dllm.collections.diffusion.models.fsdp_state import gradient_parts
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion
 from nemo_dllm.collections.diffusion.training.resume import ResumeLatest
@@ -112,6 +113,12 @@ class Gradients(pl.Callback, CallbackMethods):
     def on_megatron_step_end(self, step, reduced):
         gradients = []
         for chunk in step.pipeline:
+            if chunk.module.ddp_config.use_megatron_fsdp:
+                gradients += [
+                    (shard.key.removeprefix("module."), places(shard), shard.global_shape, shard.data.clone())
+                    for shard in gradient_parts(chunk.module)
+                ]
+                continue
             share_gradients(chunk)
             core = chunk.module.module
             for parameter in core.parameters():
@@ -179,13 +186,15 @@ def change_batches(change):
 MUTATIONS = {function.__name__: function for function in (noise_by_rank, inputs_by_rank, counts_of_every_rank)}
 
 
-def trainer_of(ranks, store, layout, *, distributed, enable_checkpointing=False, **fields):
+def trainer_of(ranks, store, layout, *, distributed, ddp=(), enable_checkpointing=False, **fields):
     """A trainer whose ranks meet in the file ``store``; ``layout`` are fields of the strategy, ``fields`` its own."""
     strategy = nl.MegatronStrategy(
         ckpt_async_save=False,
         ckpt_optim_fully_reshardable=True,
         replace_progress_bar=False,
-        ddp=DistributedDataParallelConfig(check_for_nan_in_grad=False, use_distributed_optimizer=distributed),
+        ddp=DistributedDataParallelConfig(
+            check_for_nan_in_grad=False, use_distributed_optimizer=distributed, **dict(ddp)
+        ),
         **layout,
     )
     strategy.store = torch.distributed.FileStore(store, ranks)
@@ -204,7 +213,20 @@ def trainer_of(ranks, store, layout, *, distributed, enable_checkpointing=False,
     )
 
 
-def gradients(rank, ranks, store, rows, config, objective, layout, micro_batch_size, mutate, distributed=False):
+def gradients(
+    rank,
+    ranks,
+    store,
+    rows,
+    config,
+    objective,
+    layout,
+    micro_batch_size,
+    mutate,
+    double,
+    distributed=False,
+    overlap=False,
+):
     """One step in a layout, and one as its mutated twin, with learning rate 0.
 
     Args:
@@ -213,19 +235,21 @@ def gradients(rank, ranks, store, rows, config, objective, layout, micro_batch_s
         objective: kind and fields.
         layout: fields of Megatron's strategy.
         mutate: key of ``MUTATIONS``.
+        double: in double precision, else in fp32.
         distributed: use the distributed optimizer.
+        overlap: reduce gradients and gather weights while others are computed.
 
     Returns:
         For each step the loss and a list of parts of gradients: name, places, shape of the whole, values.
     """
     torch.manual_seed(0)
-    if distributed:
+    if distributed and double:
         call_doubles_floats()
     shard_context = model_module.shard_context
     kind, fields = objective
     callback = Gradients(mutate)
     optimizer = OptimizerConfig(optimizer="adam", lr=0.0, clip_grad=0.0, use_distributed_optimizer=distributed)
-    model = DoublePrecisionModel(
+    model = (DoublePrecisionModel if double else DrawnModel)(
         GPTConfig(**config),
         OBJECTIVES[kind](mask_token_id=199, force_mask=True, **fields),
         optim=MegatronOptimizerModule(optimizer),
@@ -234,10 +258,13 @@ def gradients(rank, ranks, store, rows, config, objective, layout, micro_batch_s
         ranks,
         store,
         layout,
-        plugins=nl.MegatronMixedPrecision("32", grad_reduce_in_fp32=False, pipeline_dtype=torch.float64),
+        plugins=nl.MegatronMixedPrecision(
+            "32", grad_reduce_in_fp32=False, pipeline_dtype=torch.float64 if double else torch.float32
+        ),
         max_steps=2,
         callbacks=[callback],
         distributed=distributed,
+        ddp={"overlap_grad_reduce": overlap, "overlap_param_gather": overlap},
     )
     try:
         trainer.fit(model, RowsDataModule(rows, micro_batch_size))

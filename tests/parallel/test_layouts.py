@@ -1,6 +1,7 @@
 """One global batch has one loss and one gradient in every layout of ranks, through the real training loop.
 
-Everything is in double precision, where 1e-6 of the largest gradient is far from rounding. The second step of each job
+Everything is in double precision, where 1e-6 of the largest gradient is far from rounding, but for Megatron-FSDP, which
+knows no doubles and is compared with one process in fp32, whose sums are in the same order. The second step of each job
 is a mutated twin: one rank gets other noise, which must show.
 """
 
@@ -54,6 +55,8 @@ BALANCED = EXPERTS | {
     "moe_z_loss_coeff": 0.01,
 }
 MODELS = {"dense": DENSE, "experts": EXPERTS, "balanced experts": BALANCED}
+SHARED = EXPERTS | {"moe_shared_expert_intermediate_size": 24}
+CONFIGS = MODELS | {"shared experts": SHARED, "overlapped experts": SHARED | {"moe_shared_expert_overlap": True}}
 BLOCKS = {"block_size": 4}
 # Rows, kind and fields of the objective.
 TASKS = {
@@ -71,6 +74,7 @@ PIPELINE = {"pipeline_model_parallel_size": 2}
 INTERLEAVED = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 EXPERT = {"expert_model_parallel_size": 2}
+FULLY_SHARDED = {"fsdp": "megatron"}
 # Number of ranks, and fields of the strategy.
 LAYOUTS = {
     "tensor": (2, TENSOR),
@@ -78,6 +82,8 @@ LAYOUTS = {
     "pipeline": (2, PIPELINE),
     "interleaved pipeline": (2, INTERLEAVED),
     "distributed optimizer": (2, {}),
+    "distributed optimizer, overlapped": (2, {}),
+    "fully sharded": (2, FULLY_SHARDED),
     "context": (2, CONTEXT),
     "expert": (2, EXPERT),
     "expert tensor": (2, SEQUENCE | {"expert_tensor_parallel_size": 2}),
@@ -88,9 +94,14 @@ LAYOUTS = {
     "pipeline x context": (4, INTERLEAVED | CONTEXT),
     "expert x context": (4, EXPERT | CONTEXT),
     "expert x pipeline": (4, EXPERT | PIPELINE),
+    "fully sharded x tensor": (4, FULLY_SHARDED | SEQUENCE),
+    "fully sharded x context": (4, FULLY_SHARDED | CONTEXT),
 }
 # With tensor parallelism, Megatron trains experts under sequence parallelism only.
-FOR_DENSE = ("tensor", "tensor and sequence", "pipeline", "interleaved pipeline", "distributed optimizer", "context")
+FOR_DENSE = (
+    *("tensor", "tensor and sequence", "pipeline", "interleaved pipeline", "distributed optimizer"),
+    *("distributed optimizer, overlapped", "fully sharded", "context"),
+)
 FOR_EXPERTS = (*FOR_DENSE[2:], "expert", "expert tensor", "tensor, and experts whole")
 ON_FOUR = [name for name, (ranks, _) in LAYOUTS.items() if ranks == 4]
 # All layouts of these are quick enough for every run of the tests; of the other tasks, the layouts in QUICK are.
@@ -124,9 +135,11 @@ CASES = [
         if model != "dense" or "expert" not in layout
     ),
 ]
+SELECTIVE = {"recompute_granularity": "selective"}
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 RECOMPUTATIONS = {
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "selective": SELECTIVE | {"recompute_modules": ["core_attn"]},
+    "feed-forward networks": SELECTIVE | {"recompute_modules": ["mlp", "moe"]},
     "full": FULL | {"recompute_method": "uniform"},
     "first layers of a stage": FULL | {"recompute_method": "block"},
 }
@@ -137,7 +150,7 @@ def steps(pools):
     """Loss and gradients by name of the step and of its mutated twin; each job runs at its first call."""
 
     @functools.cache
-    def run(model, task, layout=None, mutate="noise_by_rank", micro_batch_size=1, recomputation=None):
+    def run(model, task, layout=None, mutate="noise_by_rank", micro_batch_size=1, recomputation=None, double=True):
         ranks, strategy = LAYOUTS[layout] if layout else (1, {})
         rows, objective = TASKS[task]
         if "tensor_model_parallel_size" in strategy and mutate == "noise_by_rank":
@@ -145,16 +158,22 @@ def steps(pools):
         results = pools(ranks).run(
             "gradients",
             rows=rows,
-            config=MODELS[model] | RECOMPUTATIONS.get(recomputation, {}),
+            config=CONFIGS[model] | RECOMPUTATIONS.get(recomputation, {}),
             objective=objective,
             layout=strategy,
             micro_batch_size=micro_batch_size,
             mutate=mutate,
-            distributed=bool(layout and "distributed" in layout),
+            double=double and not is_fully_sharded(layout),
+            distributed=bool(layout) and ("distributed" in layout or is_fully_sharded(layout)),
+            overlap=bool(layout) and "overlapped" in layout,
         )
         return [(results[-1][step][0], whole(results, step)) for step in range(2)]
 
     return run
+
+
+def is_fully_sharded(layout):
+    return bool(layout) and "sharded" in layout
 
 
 def whole(results, step):
@@ -186,7 +205,7 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize("model, task, layout", CASES)
 def test_every_layout_has_the_gradient_of_one_process(steps, model, task, layout):
     step, twin = steps(model, task, layout)
-    expected_step, expected_twin = steps(model, task)
+    expected_step, expected_twin = steps(model, task, double=not is_fully_sharded(layout))
     assert_same(step, expected_step)
     assert largest_difference(expected_twin[1], twin[1]) > 1e-3
 
@@ -212,8 +231,24 @@ def test_recomputed_activations_have_the_same_gradient(steps, model, task, recom
     assert_same(steps(model, task, recomputation=recomputation)[0], steps(model, task)[0])
 
 
-@pytest.mark.parametrize("layout", ["pipeline", "context"])
-def test_recomputation_in_a_layout(steps, layout):
+@pytest.mark.parametrize(
+    "layout, recomputation",
+    [
+        ("pipeline", "full"),
+        ("interleaved pipeline", "first layers of a stage"),
+        ("context", "full"),
+        ("fully sharded", "full"),
+        pytest.param("fully sharded", "feed-forward networks", marks=pytest.mark.slow),
+        pytest.param("pipeline", "first layers of a stage", marks=pytest.mark.slow),
+        pytest.param("pipeline", "selective", marks=pytest.mark.slow),
+    ],
+)
+def test_recomputation_in_a_layout(steps, layout, recomputation):
     """Micro-batches that went on to other stages meanwhile keep their patterns and tokens."""
-    task = "bd3lm, documents"
-    assert_same(steps("balanced experts", task, layout, recomputation="full")[0], steps("balanced experts", task)[0])
+    model, task = "balanced experts", "bd3lm, documents"
+    expected = steps(model, task, double=not is_fully_sharded(layout))
+    assert_same(steps(model, task, layout, recomputation=recomputation)[0], expected[0])
+
+
+def test_shared_experts_while_tokens_travel(steps):
+    assert_same(steps("overlapped experts", "bd3lm", "expert")[0], steps("shared experts", "bd3lm")[0])

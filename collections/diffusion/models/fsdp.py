@@ -30,9 +30,17 @@ def prepare_fully_sharded(strategy: nl.MegatronStrategy) -> None:
     """Turn on what ``fsdp='megatron'`` takes besides, so that it is the one field to set.
 
     NeMo sets a field of Megatron's that is no longer read, and leaves the sharding at none.
+
+    Raises:
+        ValueError: without the distributed optimizer.
     """
-    strategy.__class__ = FullyShardedStrategy
     ddp = strategy.ddp_config
+    if not ddp.use_distributed_optimizer:
+        raise ValueError(
+            "trainer.strategy.fsdp='megatron' shards the state of the distributed optimizer, but "
+            "optim.config.use_distributed_optimizer=False; set it to True"
+        )
+    strategy.__class__ = FullyShardedStrategy
     ddp.use_megatron_fsdp = True
     if ddp.data_parallel_sharding_strategy == "no_shard":
         ddp.data_parallel_sharding_strategy = WHOLE
@@ -64,35 +72,39 @@ class FullyShardedStrategy(nl.MegatronStrategy):
         """How optimizer state is laid out in a checkpoint."""
         return super().sharded_state_dict_metadata | {"distrib_optim_sharding_type": FORMAT}
 
-    @property
-    def _chunk(self) -> FullyShardedDataParallel:
-        (chunk,) = self.megatron_parallel
-        chunk.module.sharded_state_dict = partial(sharded_model_state, chunk.module)
-        return chunk.module
-
-    def optimizer_sharded_state_dict(self, is_loading: bool = False, metadata: dict | None = None) -> dict:
-        """See ``fsdp_state``."""
-        optimizer = self.optimizers[0].mcore_optimizer
-        make_moments(optimizer)
-        return sharded_optimizer_state(self._chunk, optimizer)
-
     def save_checkpoint(self, checkpoint, filepath, storage_options=None) -> None:
-        """As NeMo's, which would gather all weights first where they are gathered while others compute."""
-        self._chunk
+        """As NeMo's, which would first gather all weights on every rank."""
+        self._name_parts()
         self.ddp_config.overlap_param_gather = False
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self.ddp_config.overlap_param_gather = True
 
     def load_checkpoint(self, checkpoint_path, selective_restore: bool = False) -> dict:
         """As NeMo's."""
-        self._chunk
+        self._name_parts()
         return super().load_checkpoint(checkpoint_path, selective_restore)
 
     def load_model_state_dict(self, checkpoint, strict: bool = True) -> None:
         """Take in the weights of this rank's shards."""
         load_model_state(self._chunk, checkpoint["state_dict"])
 
+    def optimizer_sharded_state_dict(self, is_loading: bool = False, metadata: dict | None = None) -> dict:
+        """See :mod:`fsdp_state`."""
+        optimizer = self.optimizers[0].mcore_optimizer
+        make_moments(optimizer)
+        return sharded_optimizer_state(self._chunk, optimizer)
+
     def load_optimizer_state_dict(self, checkpoint, selective_restore: bool = False) -> None:
         """Take in the optimizer state of this rank's shards."""
         if self.should_restore_optimizer_states(selective_restore=selective_restore):
             load_optimizer_state(self._chunk, self.optimizers[0].mcore_optimizer, checkpoint["optimizer"][0])
+
+    @property
+    def _chunk(self) -> FullyShardedDataParallel:
+        """The whole model: there are no pipeline stages."""
+        (chunk,) = self.megatron_parallel
+        return chunk.module
+
+    def _name_parts(self) -> None:
+        """In place of NeMo's own naming, which no other layout can read."""
+        self._chunk.sharded_state_dict = partial(sharded_model_state, self._chunk)

@@ -31,6 +31,8 @@ class Part(NamedTuple):
     """Of the model's weights; the shard itself is in fp32."""
     template: ShardedTensor
     """Without data: name and place in the whole."""
+    prepended: int
+    """Axes of the whole that the parameter has not, as that of the layers."""
 
     def of(self, local: Tensor, prefix: str = "") -> ShardedTensor:
         """These rows of a shard, a view, under the parameter's name after ``prefix``."""
@@ -98,6 +100,17 @@ def load_optimizer_state(chunk: FullyShardedDataParallel, optimizer: MegatronOpt
         group |= {key: value for key, value in saved[_kind(group)].items() if key != "params"}
     if optimizer.grad_scaler and "grad_scaler" in dense:
         optimizer.grad_scaler.load_state_dict(dense["grad_scaler"])
+
+
+def gradient_parts(chunk: FullyShardedDataParallel) -> list[ShardedTensor]:
+    """This rank's parts of the gradients after a backward pass, named and placed as the weights in a checkpoint."""
+    shards = []
+    for part in _state_and_parts(chunk)[1]:
+        shard = part.of(_local(part.parameter.grad))
+        shard.prepend_axis_num, shard.local_shape = part.prepended, shard.local_shape[part.prepended :]
+        shard.data = shard.data.view(shard.local_shape)
+        shards.append(shard)
+    return shards
 
 
 def make_moments(optimizer: MegatronOptimizer) -> None:
@@ -194,4 +207,4 @@ def _part_of(piece: ShardedTensor, parameters: dict[int, torch.nn.Parameter]) ->
         # Other data-parallel ranks hold other rows.
         replica_id=(*replica[:-1], 0) if isinstance(replica, tuple) else 0,
     )
-    return Part(parameter, slice(start - shard.start, stop - shard.start), piece.dtype, template)
+    return Part(parameter, slice(start - shard.start, stop - shard.start), piece.dtype, template, prepended)

@@ -18,6 +18,7 @@ from nemo_dllm.collections.diffusion.models.batch import DiffusionBatch, corrupt
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore, HeadOutput, Targets
 from nemo_dllm.collections.diffusion.models.fsdp import is_fully_sharded, prepare_fully_sharded
 from nemo_dllm.collections.diffusion.models.layout import check_layout
+from nemo_dllm.collections.diffusion.models.layout_options import check_layout_options
 from nemo_dllm.collections.diffusion.models.loss import DiffusionLossReduction
 from nemo_dllm.collections.diffusion.models.moe_layer import adopt_moe_layers, check_balance_over
 from nemo_dllm.collections.diffusion.models.saving import fill_optimizer_state, keep_write_results_in_process
@@ -106,6 +107,7 @@ class DiffusionModel(GPTModel):
             ValueError: for blocks, or a layout of ranks, that do not fit the data or the model.
         """
         check_layout(self.config, self.objective, self.trainer, self.trainer.datamodule)
+        check_layout_options(self.config, self.trainer.strategy, self.transformer_impl)
         if self.objective.block_size is not None:
             _check_blocks(self.objective.block_size, self.trainer.datamodule)
         if is_fully_sharded(self.trainer.strategy):

@@ -1,0 +1,173 @@
+"""Models, layouts and trainers of the scripts that compare layouts of ranks."""
+
+import argparse
+import os
+
+import nemo.lightning as nl
+import torch
+from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallelConfig
+from nemo.collections import llm
+from nemo.collections.llm.gpt.model.qwen3 import Qwen3Config1P7B, Qwen3Config8B, Qwen3Config30B_A3B, Qwen3Config600M
+
+from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion
+from nemo_dllm.recipes.builder import FUSIONS, PRECISIONS
+from nemo_dllm.recipes.moe_fields import SOFTMAX_ROUTER
+
+TENSOR, PIPELINE, CONTEXT, EXPERT, EXPERT_TENSOR = (
+    f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+)
+SEQUENCE = {TENSOR: 2, "sequence_parallel": True}
+FULLY_SHARDED = {"fsdp": "megatron"}
+LAYOUTS = {
+    "dp": {},
+    "tp": {TENSOR: 2},
+    "tp+sp": SEQUENCE,
+    "pp": {PIPELINE: 2},
+    "pp-interleaved": {PIPELINE: 2, "virtual_pipeline_model_parallel_size": 2},
+    "cp": {CONTEXT: 2},
+    "ep": {EXPERT: 2},
+    "etp": {**SEQUENCE, EXPERT_TENSOR: 2},
+    "ep+tp+sp": {**SEQUENCE, EXPERT: 2, EXPERT_TENSOR: 1},
+    "fsdp": FULLY_SHARDED,
+    "fsdp+tp+sp": {**FULLY_SHARDED, **SEQUENCE},
+    "fsdp+cp": {**FULLY_SHARDED, CONTEXT: 2},
+    "tp+sp+pp": {**SEQUENCE, PIPELINE: 2},
+    "tp+sp+cp": {**SEQUENCE, CONTEXT: 2},
+    "pp+cp": {PIPELINE: 2, CONTEXT: 2},
+    "tp+sp+pp+cp": {**SEQUENCE, PIPELINE: 2, CONTEXT: 2},
+}
+MODELS = {
+    "qwen3_0p6b": Qwen3Config600M,
+    "qwen3_1p7b": Qwen3Config1P7B,
+    "qwen3_8b": Qwen3Config8B,
+    "qwen3_30b_a3b": Qwen3Config30B_A3B,
+}
+OBJECTIVES = {"mdlm": (MaskedDiffusion, {}), "bd3lm": (BlockDiffusion, {"block_size": 32})}
+FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
+RECOMPUTATIONS = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": FULL | {"recompute_method": "uniform"},
+    "block": FULL | {"recompute_method": "block"},
+}
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What all scripts ask for."""
+    parser.add_argument("--model", choices=MODELS, help="instead of a small one of the sizes below")
+    parser.add_argument("--objective", choices=OBJECTIVES, default="mdlm")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--transformer-impl", default="auto", help="auto, local or transformer_engine")
+    parser.add_argument("--recompute", choices=RECOMPUTATIONS, default="none", help="activations")
+    parser.add_argument("--layers", type=int, help="default: 4, or all of the --model")
+    parser.add_argument("--length", type=int, default=128, help="tokens per sequence")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences of the global batch")
+    parser.add_argument("--micro-batch", type=int, default=1, help="sequences of a micro-batch")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer of the small model; 0 is a dense one")
+    parser.add_argument("--hidden", type=int, default=128, help="of the small model")
+    parser.add_argument("--vocabulary", type=int, default=1000, help="of the small model")
+
+
+def config_of(arguments: argparse.Namespace) -> llm.GPTConfig:
+    """The model's configuration, dense or with experts."""
+    common = {
+        "seq_length": arguments.length,
+        **FUSIONS,
+        **RECOMPUTATIONS[arguments.recompute],
+    }
+    if arguments.layers:
+        common["num_layers"] = arguments.layers
+    experts = {
+        **SOFTMAX_ROUTER,
+        # The load is balanced in each sequence, whatever the micro-batches.
+        "moe_aux_loss_coeff": 0.01,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if arguments.model:
+        config_class = MODELS[arguments.model]
+        return config_class(**common, **(experts if issubclass(config_class, llm.Qwen3MoEConfig) else {}))
+    width = arguments.hidden
+    if arguments.experts:
+        experts |= {"num_moe_experts": arguments.experts, "moe_router_topk": 2, "moe_ffn_hidden_size": width}
+    return llm.Qwen3Config(
+        **{"num_layers": 4, **common},
+        hidden_size=width,
+        ffn_hidden_size=3 * width,
+        num_attention_heads=max(width // 128, 4),
+        num_query_groups=max(width // 256, 2),
+        kv_channels=max(width // 4, 32) if width < 512 else 128,
+        vocab_size=arguments.vocabulary,
+        make_vocab_size_divisible_by=1,
+        **(experts if arguments.experts else {}),
+    )
+
+
+def model_of(arguments: argparse.Namespace, model_class: type, optimizer):
+    """A model with its objective."""
+    config = config_of(arguments)
+    objective_class, fields = OBJECTIVES[arguments.objective]
+    objective = objective_class(mask_token_id=config.vocab_size - 1, **fields)
+    return model_class(config, objective, optimizer, transformer_impl=arguments.transformer_impl)
+
+
+def trainer_of(arguments: argparse.Namespace, layout: dict, **fields) -> nl.Trainer:
+    """A trainer over all processes of this run; ``layout`` are fields of the strategy, ``fields`` its own."""
+    move_meeting_point()
+    precision, gpus = PRECISIONS[arguments.precision], torch.cuda.is_available()
+    if gpus:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    local, world = arguments.local_processes, arguments.processes
+    return nl.Trainer(
+        accelerator="gpu" if gpus else "cpu",
+        devices=local,
+        num_nodes=world // local,
+        strategy=nl.MegatronStrategy(
+            replace_progress_bar=False,
+            pipeline_dtype=precision["pipeline_dtype"],
+            ckpt_async_save=False,
+            ckpt_optim_fully_reshardable=True,
+            ddp=DistributedDataParallelConfig(
+                check_for_nan_in_grad=False,
+                use_distributed_optimizer=True,
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=world > 1,
+                overlap_param_gather=world > 1,
+            ),
+            **layout,
+        ),
+        plugins=nl.MegatronMixedPrecision(**precision),
+        **{"logger": False, "enable_checkpointing": False, "limit_val_batches": 0, **fields},
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+    )
+
+
+def count_processes(arguments: argparse.Namespace) -> None:
+    """Add the numbers of processes, of all and of this machine, to ``arguments``; without torchrun, be the only one."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "NODE_RANK": 0}.items():
+        os.environ.setdefault(name, str(value))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29517")
+    # Lightning forgets them after its first run.
+    arguments.processes = int(os.environ["WORLD_SIZE"])
+    arguments.local_processes = int(os.environ["LOCAL_WORLD_SIZE"])
+    arguments.rank = int(os.environ["RANK"])
+
+
+def move_meeting_point() -> None:
+    """Let the processes meet at a store of their own, one port on; torchrun's still holds the last layout's keys."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+
+
+def forget_layout() -> None:
+    """Let the next layout begin anew in this process."""
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    tensor_parallel.get_cuda_rng_tracker().reset()
