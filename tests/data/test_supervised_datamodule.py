@@ -99,6 +99,18 @@ def test_resume_continues_the_straight_run(build, monkeypatch, options, layout):
     assert global_batches(resumed, resumed.train_dataloader(), monkeypatch, data_parallel_size) == straight[7:]
 
 
+@pytest.mark.parametrize("options", OPTIONS[1:])
+def test_loader_processes_change_nothing(build, monkeypatch, options):
+    """Nor does their number from one start of a run to the next."""
+    first = build(num_workers=0, **options)
+    straight = global_batches(first, first.train_dataloader(), monkeypatch)
+    first.trainer.global_step = 9
+    resumed = build(num_workers=2, **options)
+    resumed.load_state_dict(first.state_dict())
+    resumed.trainer.global_step = 9
+    assert global_batches(resumed, resumed.train_dataloader(), monkeypatch, 2) == straight[9:]
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_resume_with_another_global_batch_reads_on(build, monkeypatch, options):
     def tokens(steps):

@@ -1,11 +1,13 @@
 """Fine-tuning data as ids: conversations of files and datasets, encoded once and kept on disk."""
 
 import hashlib
+import io
 import itertools
 import json
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -25,7 +27,10 @@ from nemo_dllm.collections.diffusion.data.sources import Source, load_dataset
 from nemo_dllm.collections.diffusion.data.tokenizer import tokenizer_content
 
 # Changes whenever the files of the cache, or the way in which they are made, change.
-LAYOUT_VERSION = "1"
+LAYOUT_VERSION = "2"
+
+# Fields of `SupervisedTokens` that tell where samples are.
+_INDEX = ("ends", "first_answers", "rows")
 
 _ROWS_PER_CALL = 512
 
@@ -84,35 +89,12 @@ def encode_supervised(
     Raises:
         ValueError: there are too many bad rows, or no good one; shows the first bad ones.
     """
-    check_columns(columns or {})
-    check_max_bad_rows(max_bad_rows)
-    # Arrays, not lists of Python's integers, which would take ten times the memory.
-    tokens: list[np.ndarray] = []
-    answers: list[np.ndarray] = []
-    rows: list[tuple[int, int]] = []
-    bad_rows: list[BadRow] = []
-    for number, source in enumerate(sources):
-        for record, sample in _encode_source(source, encoder, columns):
-            if isinstance(sample, ValueError):
-                bad_rows.append(bad_row(source.name, record.number, str(sample)))
-                check_bad_rows(bad_rows, max_bad_rows)
-            else:
-                tokens.append(np.array(sample.ids, dtype=np.uint32))
-                answers.append(np.array(sample.answer, dtype=bool))
-                rows.append((number, record.number))
-    if not tokens:
-        names = ", ".join(source.name for source in sources[:5]) + (", ..." if len(sources) > 5 else "")
-        raise ValueError(
-            f"{names}: no row of {len(sources)} inputs can be used\n{describe_bad_rows(bad_rows)}".rstrip()
-        )
+    tokens, answer = io.BytesIO(), io.BytesIO()
+    index = _write_rows(tokens, answer, sources, encoder, columns, max_bad_rows)
     samples = SupervisedTokens(
-        tokens=np.concatenate(tokens),
-        answer=np.concatenate(answers),
-        ends=np.cumsum([len(ids) for ids in tokens]),
-        first_answers=np.array([answer.argmax() for answer in answers], dtype=np.int64),
-        rows=np.array(rows, dtype=np.int64),
+        np.frombuffer(tokens.getbuffer(), np.uint32), np.frombuffer(answer.getbuffer(), bool), *index.arrays
     )
-    return SupervisedCorpus(samples, bad_rows, [source.name for source in sources])
+    return SupervisedCorpus(samples, index.bad_rows, [source.name for source in sources])
 
 
 def cached_supervised(
@@ -123,7 +105,7 @@ def cached_supervised(
     max_bad_rows: int = 100,
 ) -> SupervisedCorpus:
     """Like `encode_supervised`, but encoded once per content of files, tokenizer, template and mask policy, and memory
-    mapped from then on.
+    mapped from then on: of a set of any size, memory holds the index only, 32 bytes per sample.
     """
     template = encoder.template
     policy = [template.loss_turns, template.jinja, template.template_arguments, dict(columns or {}), max_bad_rows]
@@ -138,15 +120,61 @@ def cached_supervised(
     )
 
     def write(folder: Path) -> None:
-        corpus = encode_supervised(sources, encoder, columns, max_bad_rows)
-        for field, array in corpus.samples._asdict().items():
-            np.save(folder / f"{field}.npy", array)
-        (folder / "rows.json").write_text(json.dumps({"bad_rows": corpus.bad_rows, "sources": corpus.sources}))
+        with open(folder / "tokens", "wb") as tokens, open(folder / "answer", "wb") as answer:
+            index = _write_rows(tokens, answer, sources, encoder, columns, max_bad_rows)
+        for name, values in zip(_INDEX, index.arrays, strict=True):
+            np.save(folder / f"{name}.npy", values)
+        about = {"bad_rows": index.bad_rows, "sources": [source.name for source in sources]}
+        (folder / "rows.json").write_text(json.dumps(about))
 
     folder = cached_folder(Path(cache_dir) / "supervised" / key, write)
-    arrays = (np.load(folder / f"{field}.npy", mmap_mode="r") for field in SupervisedTokens._fields)
+    samples = SupervisedTokens(
+        np.memmap(folder / "tokens", np.uint32, "r"),
+        np.memmap(folder / "answer", bool, "r"),
+        *(np.load(folder / f"{name}.npy", mmap_mode="r") for name in _INDEX),
+    )
     about = json.loads((folder / "rows.json").read_text())
-    return SupervisedCorpus(SupervisedTokens(*arrays), [BadRow(*row) for row in about["bad_rows"]], about["sources"])
+    return SupervisedCorpus(samples, [BadRow(*row) for row in about["bad_rows"]], about["sources"])
+
+
+class _Index(NamedTuple):
+    """What is known of encoded rows beside their tokens; `arrays` are the fields `_INDEX` of `SupervisedTokens`."""
+
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
+    bad_rows: list[BadRow]
+
+
+def _write_rows(
+    tokens: BinaryIO,
+    answer: BinaryIO,
+    sources: Sequence[Source],
+    encoder: ChatEncoder,
+    columns: Mapping[str, str] | None,
+    max_bad_rows: int,
+) -> _Index:
+    check_columns(columns or {})
+    check_max_bad_rows(max_bad_rows)
+    # Arrays, not lists of Python's integers, which would take several times the memory.
+    lengths, first_answers, rows = array("q"), array("q"), array("q")
+    bad_rows: list[BadRow] = []
+    for number, source in enumerate(sources):
+        for record, sample in _encode_source(source, encoder, columns):
+            if isinstance(sample, ValueError):
+                bad_rows.append(bad_row(source.name, record.number, str(sample)))
+                check_bad_rows(bad_rows, max_bad_rows)
+            else:
+                tokens.write(np.array(sample.ids, dtype=np.uint32).tobytes())
+                answer.write(np.array(sample.answer, dtype=bool).tobytes())
+                lengths.append(len(sample.ids))
+                first_answers.append(sample.answer.index(True))
+                rows.extend((number, record.number))
+    if not lengths:
+        names = ", ".join(source.name for source in sources[:5]) + (", ..." if len(sources) > 5 else "")
+        raise ValueError(
+            f"{names}: no row of {len(sources)} inputs can be used\n{describe_bad_rows(bad_rows)}".rstrip()
+        )
+    arrays = (np.cumsum(lengths), np.array(first_answers), np.array(rows).reshape(-1, 2))
+    return _Index(arrays, bad_rows)
 
 
 def _encode_source(
