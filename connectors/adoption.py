@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
-from nemo.lightning import io
 
 from nemo_dllm.collections.diffusion.models.a2d import A2DModel
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
@@ -15,6 +14,7 @@ from nemo_dllm.connectors.facts import CheckpointFacts, checkpoint_mask_token, r
 from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.load import check_fits_config
 from nemo_dllm.connectors.mask_token import MaskToken, grown_vocab_size, mask_token_at
+from nemo_dllm.connectors.model_context import load_model_context
 from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
 from nemo_dllm.connectors.vocabulary_growth import vocabulary_fields
 
@@ -57,7 +57,7 @@ def adopt_import(model: DiffusionModel, nemo_path: str | Path) -> None:
     origin = read_origin(nemo_path)
     if origin is None:
         raise ValueError(f"{nemo_path} is no import of a Hugging Face checkpoint; remove it or choose another folder")
-    imported = io.load_context(nemo_path, subpath="model")
+    imported = load_model_context(nemo_path)
     check_same_source(model, origin, nemo_path, imported.config.vocab_size)
     adopt(model, imported.tokenizer, imported.objective.mask_token_id, imported.config.vocab_size)
 

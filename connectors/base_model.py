@@ -4,12 +4,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from nemo.lightning.ckpt_utils import ADAPTER_META_FILENAME
 from nemo.utils import logging
-from nemo.utils.get_rank import is_global_rank_zero
 
 BASE_FOLDER = "base"
 _BASE_FIELD = "model_ckpt_path"
@@ -21,13 +19,12 @@ import_checkpoint(**json.loads(sys.argv[1]))
 """
 # Of launchers: they would make the conversion one of many processes.
 _DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_", "NODE_RANK", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_")
-_SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def keep_base(hf_path: Path, folder: Path, *, mask_token_id: int, mask_init: str) -> Path:
     """The import of a Hugging Face checkpoint in a folder of the run, converted where it is not there yet.
 
-    The first process of the run converts, all others wait for it.
+    For one process of a run: the others wait for it.
 
     Args:
         hf_path: folder of the checkpoint.
@@ -39,7 +36,7 @@ def keep_base(hf_path: Path, folder: Path, *, mask_token_id: int, mask_init: str
         RuntimeError: where the conversion failed; says why.
     """
     base = folder / BASE_FOLDER
-    if not base.is_dir() and is_global_rank_zero():
+    if not base.is_dir():
         conversion = {
             "source": str(hf_path),
             "output_path": str(base),
@@ -53,8 +50,6 @@ def keep_base(hf_path: Path, folder: Path, *, mask_token_id: int, mask_init: str
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise RuntimeError(f"{hf_path} could not be converted to {base}, for the adapters to adapt: {reason}")
-    while not base.is_dir():
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
     return base
 
 

@@ -12,7 +12,6 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.utils import unwrap_model
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
-from nemo.lightning import io
 from torch import nn
 
 from nemo_dllm.collections.diffusion.models.lora import add_adapters, merge_adapters
@@ -26,7 +25,8 @@ from nemo_dllm.connectors.config import Origin, diffusion_hf_config
 from nemo_dllm.connectors.families.registry import family_of
 from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.load import export_dtypes, export_hf_tensors, hf_tensor_headers
-from nemo_dllm.connectors.new_folder import refuse_existing, refuse_unfinished
+from nemo_dllm.connectors.model_context import load_model_context
+from nemo_dllm.connectors.new_folder import refuse_existing
 from nemo_dllm.connectors.safetensors_writer import TensorHeader
 from nemo_dllm.connectors.shard_layout import size_in_bytes
 from nemo_dllm.connectors.summary import TensorTally, conversion_summary
@@ -173,23 +173,6 @@ def load_nemo_checkpoint(nemo_path: str | Path, *, as_stored: bool = False) -> D
         merge_adapters(model.module)
     if not as_stored:
         cast_parameters(model.module, dtype)
-    return model
-
-
-def load_model_context(nemo_path: Path) -> DiffusionModel:
-    """The model of a NeMo checkpoint as its configuration, objective and tokenizer, without weights.
-
-    Raises:
-        FileNotFoundError, ValueError: see :func:`load_nemo_checkpoint`.
-    """
-    refuse_unfinished(nemo_path)
-    if not (nemo_path / "context").is_dir():
-        if (nemo_path / CONFIG_FILE).is_file():
-            raise ValueError(f"{nemo_path} is a Hugging Face checkpoint; import it first (llm.import_ckpt)")
-        raise FileNotFoundError(f"{nemo_path} is no NeMo checkpoint: it has no folder 'context'")
-    model = io.load_context(nemo_path, subpath="model")
-    if not isinstance(model, DiffusionModel):
-        raise ValueError(f"{nemo_path} holds a {type(model).__name__}, not a diffusion model")
     return model
 
 

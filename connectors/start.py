@@ -12,7 +12,7 @@ from megatron.core.utils import unwrap_model
 
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.connectors.adoption import adopt, check_same_source, open_source
-from nemo_dllm.connectors.companions import FOLDER, copy_companions, read_companions
+from nemo_dllm.connectors.companions import FOLDER, copy_companions, read_companions, small_files
 from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.load import load_hf_weights
 from nemo_dllm.connectors.mask_token import grown_vocab_size, mask_token_at
@@ -54,8 +54,9 @@ def adopt_hf_checkpoint(model: DiffusionModel, hf_path: str | Path, folder: Path
 
 def _keep(model: DiffusionModel, hf_path: Path, folder: Path) -> Path:
     source = open_source(model, hf_path)
-    content = json.dumps([str(hf_path.resolve()), source.checkpoint.config, source.mask_token])
-    kept = folder / hashlib.sha256(content.encode()).hexdigest()[:12]
+    content = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in small_files(hf_path)}
+    told = json.dumps([str(hf_path.resolve()), content, source.mask_token])
+    kept = folder / hashlib.sha256(told.encode()).hexdigest()[:12]
     if not kept.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder))

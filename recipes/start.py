@@ -8,6 +8,8 @@ from nemo.lightning import AutoResume, RestoreConfig, io
 from nemo.utils import AppState
 
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
+from nemo_dllm.collections.diffusion.training.checkpoints import seen_by
+from nemo_dllm.collections.diffusion.training.rank_zero import told_by_rank_zero
 from nemo_dllm.collections.diffusion.training.resume import ResumeLatest
 from nemo_dllm.connectors.adoption import adopt_import
 from nemo_dllm.connectors.base_model import base_of, keep_base
@@ -52,7 +54,7 @@ class StartFrom(ResumeLatest):
             if read_origin(source) is not None:
                 adopt_import(model, source)
             elif model.tokenizer is None:
-                model.tokenizer = io.load_context(source, subpath="model").tokenizer
+                model.tokenizer = io.load_context(source, subpath="model.tokenizer")
         else:
             self._start_from_hf(trainer, model)
         if model.tokenizer is not None and getattr(self.data.__io__, "tokenizer", None) is None:
@@ -69,7 +71,8 @@ class StartFrom(ResumeLatest):
             return
         if self.adapters:
             mask = {"mask_token_id": model.objective.mask_token_id, "mask_init": self.mask_init}
-            self.restore_config = RestoreConfig(path=str(keep_base(source, kept, **mask)))
+            base = told_by_rank_zero(trainer, lambda: str(keep_base(source, kept, **mask)), "base model")
+            self.restore_config = RestoreConfig(path=str(seen_by(trainer.global_rank, Path(base))))
         else:
             trainer.callbacks.append(HFWeights(source, self.mask_init))
 

@@ -73,7 +73,7 @@ ROOMS = {
     "connectors": Room(
         "torch nemo megatron lightning safetensors models cpu single_process connectors.modeling "
         "objectives attention.masks",
-        inside="transformers huggingface_hub tokenizers gguf accelerate",
+        inside="transformers huggingface_hub tokenizers gguf accelerate fiddle",
     ),
     # Its files stand alone in exports.
     "connectors.modeling": Room("torch transformers"),

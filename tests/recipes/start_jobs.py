@@ -63,7 +63,7 @@ def trainer_of(folder, rank, ranks, layout, precision, steps, callback):
     )
 
 
-def train(folder, rank, ranks, source, init_from, layout, precision, steps, save, adapters):
+def train(folder, rank, ranks, source, init_from, layout, steps, precision="32", save=False, adapters=False):
     """``source`` gives the sizes."""
     callback = Losses()
     config = hf_to_nemo_config(source)
@@ -91,4 +91,8 @@ def train(folder, rank, ranks, source, init_from, layout, precision, steps, save
 
 if __name__ == "__main__":
     cpu.enable_cpu_runtime()
-    train(**job)  # noqa: F821
+    try:
+        train(**job)  # noqa: F821
+    except Exception as error:
+        (job["folder"] / f"error{job['rank']}").write_text(str(error))  # noqa: F821
+        raise

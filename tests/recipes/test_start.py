@@ -45,7 +45,7 @@ def train(forks, source, tmp_path_factory):
     """What each rank keeps of a training from ``init_from``, and its folder."""
     script = Path(__file__).with_name("start_jobs.py")
 
-    def run(init_from, ranks=1, layout=None, precision="32", steps=STEPS, folder=None, save=False, adapters=False):
+    def run(init_from, ranks=1, layout=None, steps=STEPS, folder=None, fails=False, **settings):
         folder = folder or tmp_path_factory.mktemp("run")
         job = {
             "folder": folder,
@@ -53,10 +53,8 @@ def train(forks, source, tmp_path_factory):
             "source": source if source.exists() else init_from,
             "init_from": init_from,
             "layout": layout or {},
-            "precision": precision,
             "steps": steps,
-            "save": save,
-            "adapters": adapters,
+            **settings,
         }
         processes = [
             forks.Process(target=runpy.run_path, args=(str(script), {"job": job | {"rank": rank}}, "__main__"))
@@ -65,11 +63,11 @@ def train(forks, source, tmp_path_factory):
         for process in processes:
             process.start()
         for process in processes:
-            process.join(timeout=200)
+            process.join(timeout=300)
             if process.is_alive():
                 process.kill()
-        assert [process.exitcode for process in processes] == [0] * ranks
-        return [torch.load(folder / f"kept{steps}.{rank}") for rank in range(ranks)], folder
+        assert [process.exitcode for process in processes] == [int(fails)] * ranks
+        return [torch.load(folder / f"kept{steps}.{rank}") for rank in range(0 if fails else ranks)], folder
 
     return run
 
@@ -120,6 +118,22 @@ def test_a_run_goes_on_from_its_own_checkpoint_and_exports(train, source, tmp_pa
 def adapted(train, source, tmp_path_factory):
     """Adapters trained on two tensor-parallel ranks from the folder: what the ranks keep, and the run's folder."""
     return train(source, ranks=2, layout={"tensor_model_parallel_size": 2}, save=True, adapters=True)
+
+
+def test_every_rank_learns_that_the_base_model_could_not_be_made(train, source, tmp_path):
+    """None waits for it any longer, and a second try is a new one."""
+    damaged = shutil.copytree(source, tmp_path / "damaged")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    run = {"ranks": 2, "layout": {"tensor_model_parallel_size": 2}, "adapters": True, "folder": tmp_path}
+    train(damaged, fails=True, **run)
+    reasons = [(tmp_path / f"error{rank}").read_text() for rank in range(2)]
+    assert "could not be converted" in reasons[0] and "model.norm.weight holds NaN" in reasons[0]
+    assert reasons[0] == reasons[1]
+    shutil.copy(source / "model.safetensors", damaged)
+    (tmp_path / f"store{STEPS}").unlink()
+    assert len(train(damaged, **run)[0]) == 2
 
 
 def last_checkpoint(folder):

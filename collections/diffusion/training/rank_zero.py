@@ -3,22 +3,27 @@
 import json
 import os
 from collections.abc import Callable
+from datetime import timedelta
 
 import lightning.pytorch as pl
 import torch
 from nemo.lightning import MegatronStrategy
 from torch.distributed import PrefixStore, Store, TCPStore
 
+# A store gives up after minutes by itself; one that rank 0 has left raises at once.
+_PATIENCE = timedelta(days=1)
 # Errors of set-up by the name that the other ranks get; all else is a RuntimeError there.
 _ERRORS = {error.__name__: error for error in (ValueError, FileNotFoundError, OSError)}
 
 
-def told_by_rank_zero(trainer: pl.Trainer, find_out: Callable[[], str | None]) -> str | None:
+def told_by_rank_zero(trainer: pl.Trainer, find_out: Callable[[], str | None], about: str = "checkpoint") -> str | None:
     """What ``find_out`` returns on rank 0, on all ranks. Others neither call it nor go on before it has returned.
 
     Args:
         trainer: with a ``MegatronStrategy``, whose ``store`` carries the answer and the process group after it.
-        find_out: reads what ranks could see differently, such as a folder of a shared file system.
+        find_out: reads what ranks could see differently, such as a folder of a shared file system, or does what one
+            of them has to do for all, however long that takes.
+        about: name of the question, another one for every call of a run.
 
     Raises:
         Exception: what ``find_out`` raises, on all ranks.
@@ -34,7 +39,7 @@ def told_by_rank_zero(trainer: pl.Trainer, find_out: Callable[[], str | None]) -
         except Exception as raised:
             error = raised
             answer = {"error": type(raised).__name__, "message": str(raised)}
-    answer = _shared(trainer, answer)
+    answer = _shared(trainer, answer, about)
     if error is not None:
         raise error
     if "error" in answer:
@@ -42,7 +47,7 @@ def told_by_rank_zero(trainer: pl.Trainer, find_out: Callable[[], str | None]) -
     return answer["value"]
 
 
-def _shared(trainer: pl.Trainer, answer: dict) -> dict:
+def _shared(trainer: pl.Trainer, answer: dict, about: str) -> dict:
     """Rank 0's answer, on all ranks."""
     if torch.distributed.is_initialized():
         answers = [answer]
@@ -50,9 +55,10 @@ def _shared(trainer: pl.Trainer, answer: dict) -> dict:
         return answers[0]
     store = _store_of(trainer)
     if trainer.global_rank == 0:
-        store.set("answer", json.dumps(answer))
+        store.set(about, json.dumps(answer))
         return answer
-    return json.loads(store.get("answer"))
+    store.wait([about], _PATIENCE)
+    return json.loads(store.get(about))
 
 
 def _store_of(trainer: pl.Trainer) -> Store:
