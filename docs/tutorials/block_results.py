@@ -16,14 +16,14 @@ WHOLE = "whole"
 
 
 def report(result: dict) -> Table:
-    """The table of all sizes."""
+    """The table of all sizes, under the loss of what they started from."""
     source, threshold = result["source"], result["settings"]["threshold"]
-    title = f"autoregressive source: {source['nll']:.3f} nats per token, perplexity {source['perplexity']:,.1f}"
     caption = "bound: nats per token; tok/s: tokens per second; calls: of the model, per sampled token"
-    table = Table(title=title, caption=caption, box=None, padding=(0, 1, 0, 0))
+    table = Table(caption=caption, box=None, padding=(0, 1, 0, 0))
     sampling = [f"{name}\n{what}" for name in ("1/pass", f"> {threshold}") for what in ("tok/s", "calls")]
     for column in ("block\nsize", "bound\nbefore", "bound\nafter", "perpl.\nafter", "train\ntok/s", *sampling):
         table.add_column(column, justify="right")
+    table.add_row("source", "", f"{source['nll']:.3f}", f"{source['perplexity']:,.1f}")
     for block_size, row in result["sizes"].items():
         before, after = row["before"]["nll_bound"], row["after"]["nll_bound"]
         cells = [f"{before:.3f}", f"{after:.3f}", f"{math.exp(after):,.1f}", f"{row['train_tokens_per_second']:,.0f}"]
