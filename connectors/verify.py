@@ -5,8 +5,9 @@ Shape letters: B rows, T positions, V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -57,6 +58,7 @@ class Verification:
         logits: one for each prompt.
         tolerance: largest absolute difference allowed.
         dtype: that both sides' weights were rounded to before the comparison: the coarser of the two.
+        facts: what the two sides say differently of mask token, logit shift and block size, where both say it.
     """
 
     family: str
@@ -67,12 +69,17 @@ class Verification:
     logits: list[Difference]
     tolerance: float
     dtype: torch.dtype
+    facts: list[str]
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is unmatched and no difference above the tolerance, or not a number."""
+        """Whether nothing is unmatched or said differently, and no difference above the tolerance, or not a number."""
         differences = [*self.weights, *self.logits]
-        return not self.unmatched and all(difference.max_error <= self.tolerance for difference in differences)
+        return (
+            not self.unmatched
+            and not self.facts
+            and all(difference.max_error <= self.tolerance for difference in differences)
+        )
 
 
 def verify_checkpoint(
@@ -98,7 +105,7 @@ def verify_checkpoint(
     source, facts = HFCheckpoint(hf_path), read_facts(hf_path)
     rows = _token_rows(source, prompts)
     with single_process():
-        core, stored = _opened(Path(checkpoint))
+        core, stored, told = _opened(Path(checkpoint))
         weights, unmatched = _compare_weights(source, stored(), core.config)
         dtype = coarser(weights_dtype(source), next(core.parameters()).dtype)
         own_class = _has_own_class(source, facts)
@@ -113,7 +120,20 @@ def verify_checkpoint(
         for index, (left, right) in enumerate(zip(reference, ours, strict=True), start=1)
     ]
     name = f"transformers {source.config['architectures'][0]}" if own_class else "this package's forward of the folder"
-    return Verification(facts.family, facts.attention, name, weights, unmatched, logits, tolerance, dtype)
+    said = _said_differently(facts, told)
+    return Verification(facts.family, facts.attention, name, weights, unmatched, logits, tolerance, dtype, said)
+
+
+def _said_differently(facts: CheckpointFacts, told: Any) -> list[str]:
+    """An autoregressive checkpoint says nothing of a shift, and one that gets a mask token added nothing of that."""
+    here = {"block_size": facts.block_size, "mask_token_id": None if facts.mask_token_added else facts.mask_token_id}
+    if facts.attention != "causal":
+        here["right_shift"] = facts.right_shift
+    return [
+        f"{name}={value} in the Hugging Face checkpoint, {getattr(told, name)} in the other"
+        for name, value in sorted(here.items())
+        if None not in (value, getattr(told, name)) and getattr(told, name) != value
+    ]
 
 
 def coarser(left: torch.dtype, right: torch.dtype) -> torch.dtype:
@@ -150,13 +170,15 @@ def _compare_weights(
     return differences, unmatched + [f"{name} (not in the checkpoint)" for name in sorted(expected)]
 
 
-def _opened(path: Path) -> tuple[DiffusionCore, Callable[[], Iterator[tuple[str, Tensor]]]]:
-    """The model of a checkpoint, and what yields its stored tensors under their Hugging Face names."""
+def _opened(path: Path) -> tuple[DiffusionCore, Callable[[], Iterator[tuple[str, Tensor]]], Any]:
+    """The model of a checkpoint, what yields its stored tensors under their Hugging Face names, and its facts."""
     if (path / "context").is_dir():
-        core = unwrap_model(load_nemo_checkpoint(path, as_stored=True).module)
-        return core, lambda: export_hf_tensors(core)
+        model = load_nemo_checkpoint(path, as_stored=True)
+        core = unwrap_model(model.module)
+        return core, lambda: export_hf_tensors(core), model.objective
     checkpoint = HFCheckpoint(path)
-    return _hf_core(path), lambda: ((name, checkpoint.tensor(name)) for name in checkpoint.keys())  # noqa: SIM118
+    tensors = partial(map, lambda name: (name, checkpoint.tensor(name)), checkpoint.keys())
+    return _hf_core(path), tensors, read_facts(path)
 
 
 def _hf_core(path: Path) -> DiffusionCore:

@@ -23,6 +23,8 @@ def verify_and_print(hf_path: str | Path, checkpoint: str | Path, tolerance: flo
     console.print(verification_table(found, hf_path, checkpoint))
     for name in found.unmatched[:_MAX_LISTED]:
         console.print(f"unmatched: {name}", highlight=False)
+    for difference in found.facts:
+        console.print(f"said differently: {difference}", highlight=False)
     if not found.passed:
         console.print(f"[bold red]FAILED[/]: {_reason(found)}", highlight=False)
         raise SystemExit(1)
@@ -56,4 +58,6 @@ def _reason(found: Verification) -> str:
     if found.unmatched:
         return f"{len(found.unmatched)} tensors are on one side only"
     worst = _worst([*found.weights, *found.logits])
+    if found.facts and worst.max_error <= found.tolerance:
+        return f"{', '.join(found.facts)}"
     return f"{worst.name} differs by {worst.max_error:.2e}, more than the tolerance of {found.tolerance:g}"

@@ -126,3 +126,34 @@ def test_the_command_prints_one_table_and_fails_loudly(models, make_twin, single
     printed = capsys.readouterr().out
     assert "FAILED" in printed and "more than the tolerance of 0.001" in printed
     assert printed.count("logits, prompt") == 4 and "reference: transformers Qwen3ForCausalLM" in printed
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"mask_token_id": 150}, "mask_token_id=196 in the Hugging Face checkpoint, 150 in the other"),
+        ({"block_size": 8}, "block_size=4 in the Hugging Face checkpoint, 8 in the other"),
+        ({"right_shift_logits": True}, "right_shift=False in the Hugging Face checkpoint, True in the other"),
+    ],
+)
+def test_another_mask_token_block_or_shift_is_another_model(verify, models, make_twin, capsys, changed, expected):
+    from nemo_dllm.recipes.verification import verify_and_print
+
+    twin = make_twin("sdar", **changed)
+    found = verify(models / "sdar", twin)
+    assert max(difference.max_error for difference in found.weights) == 0
+    assert found.facts == [expected] and not found.passed
+    with pytest.raises(SystemExit, match="1"):
+        verify_and_print(models / "sdar", twin, 1e-3)
+    assert expected in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_mask_token_of_an_import(verify, models, make_twin, tmp_path):
+    from nemo_dllm.connectors.conversion import import_checkpoint
+
+    # The source names none, so any will do; a source that names one has that.
+    assert verify(models / "qwen3", import_checkpoint(models / "qwen3", tmp_path / "1", mask_token_id=17)).passed
+    named = make_twin("qwen3", mask_token_id=17)
+    assert verify(named, import_checkpoint(named, tmp_path / "2")).passed
+    other = import_checkpoint(named, tmp_path / "3", mask_token_id=18)
+    assert verify(named, other).facts == ["mask_token_id=17 in the Hugging Face checkpoint, 18 in the other"]
