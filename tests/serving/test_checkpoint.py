@@ -101,7 +101,11 @@ def test_a_batch_on_a_block_causal_model_is_its_rows_alone(single_process, kit):
         batch = [choice["text"] for choice in server.post("/v1/completions", body).json()["choices"]]
         alone = [server.post("/v1/completions", body | {"prompt": ids}).json()["choices"][0]["text"] for ids in prompts]
         assert server.metric("batch_rows_sum") > server.metric("batch_rows_count") + 20
+        other = server.post("/v1/completions", body | {"block_size": 8})
     assert batch == alone
+    # As on the command line: it would see blocks that it has never seen.
+    assert (other.status_code, other.json()["error"]["param"]) == (422, "block_size")
+    assert "block_size=8 is not the 4 that this block-causal model has learnt" in other.json()["error"]["message"]
     config = loaded.sampler_config(max_new_tokens=11, stop_at_eos=False)
     assert config.cache == "exact"
     result = generate(loaded.denoiser, [prompts[1]], config, mask_token_id=loaded.mask_token_id)
