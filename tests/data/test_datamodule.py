@@ -246,7 +246,7 @@ def test_tokenizer_is_trained_on_the_training_documents_only(datamodule, tmp_pat
 
 
 def test_standard_library_is_the_default_text(datamodule, corpus, tmp_path, monkeypatch):
-    part = Corpus(standard_library_sources().documents[:60], 0, 0)  # all of it would take long as bytes
+    part = Corpus(standard_library_sources().documents[:60], [], 0)  # all of it would take long as bytes
     monkeypatch.setattr(datamodule, "standard_library_sources", lambda: part)
     data = datamodule.TextDataModule(tokenizer=corpus / "byte", cache_dir=tmp_path, num_val_rows=8)
     data.trainer = make_trainer()

@@ -4,13 +4,16 @@ import json
 import subprocess
 import sys
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from nemo_dllm.collections.diffusion.data import supervised_tokens
 from nemo_dllm.collections.diffusion.data.chat_encoder import ChatEncoder
 from nemo_dllm.collections.diffusion.data.chat_template import ChatTemplate
+from nemo_dllm.collections.diffusion.data.documents import records_of
 from nemo_dllm.collections.diffusion.data.sources import find_sources
 from nemo_dllm.collections.diffusion.data.supervised import FittedSamples, PackedRows, PaddedRows, training_order
 from nemo_dllm.collections.diffusion.data.supervised_tokens import SupervisedTokens, cached_supervised
@@ -22,13 +25,15 @@ def tokenizer(tmp_path_factory):
     return byte_tokenizer(tmp_path_factory.mktemp("tokenizer") / "byte")
 
 
-def test_encoding_holds_no_more_than_a_part(tmp_path, tokenizer):
-    """Three million tokens more, 15 MB, change nothing: what counts is a part of the file, 4 MB, as objects."""
+def test_encoding_holds_no_more_than_a_part(tmp_path, tokenizer, monkeypatch):
+    """A million tokens more, 6 MB, change nothing: what counts is a part of the file, and what a call encodes."""
+    monkeypatch.setattr(supervised_tokens, "records_of", partial(records_of, part_bytes=2**16))
+    monkeypatch.setattr(supervised_tokens, "_ROWS_PER_CALL", 16)
     line = json.dumps({"prompt": "q" * 100, "completion": "a" * 2900}) + "\n"
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     encoder = ChatEncoder(loaded, ChatTemplate(loaded, ""))
     peaks = []
-    for rows in (2000, 3000):
+    for rows in (100, 500):
         (tmp_path / "a.jsonl").write_text(line * rows)
         tracemalloc.start()
         corpus = cached_supervised(find_sources([tmp_path / "a.jsonl"]), encoder, tmp_path / "cache")
@@ -36,7 +41,7 @@ def test_encoding_holds_no_more_than_a_part(tmp_path, tokenizer):
         tracemalloc.stop()
         assert len(corpus.samples.tokens) == rows * 3001
         assert isinstance(corpus.samples.tokens, np.memmap) and isinstance(corpus.samples.answer, np.memmap)
-    assert peaks[1] - peaks[0] < 4_000_000
+    assert peaks[1] - peaks[0] < 1_000_000
 
 
 def anonymous_memory():
@@ -82,8 +87,10 @@ import json, sys, time
 from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
+from nemo_dllm.collections.diffusion.data import supervised_tokens
 from nemo_dllm.collections.diffusion.data.chat_encoder import ChatEncoder
 from nemo_dllm.collections.diffusion.data.chat_template import ChatTemplate
+from nemo_dllm.collections.diffusion.data.documents import records_of
 from nemo_dllm.collections.diffusion.data.sources import find_sources
 from nemo_dllm.collections.diffusion.data.supervised_tokens import cached_supervised
 

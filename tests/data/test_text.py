@@ -32,7 +32,12 @@ def test_reads_folder_sorted_and_counts_what_it_leaves_out(folder):
         Document("b.md", "zwei\r\n"),
         Document("sub/c.txt", "drei é 😀"),
     ]
-    assert (corpus.num_skipped, corpus.num_repeated) == (3, 1)
+    assert corpus.num_repeated == 1
+    assert [str(row).removeprefix(f"{folder}/") for row in corpus.skipped] == [
+        "binary.txt:1: binary, it has NUL bytes",
+        "empty.txt:1: empty",
+        "latin.txt:1: not UTF-8, byte 0xe9",
+    ]
 
 
 def test_suffixes_filter_folders_but_not_named_files(folder):
@@ -48,9 +53,11 @@ def test_several_paths_keep_their_order_and_read_a_file_once(folder):
 def test_errors_name_field_value_and_fix(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"path='.*nowhere' does not exist; name a text file or a folder"):
         read_text([folder, tmp_path / "nowhere"])
-    with pytest.raises(ValueError, match=r"path='.*empty.txt' holds no UTF-8 text \(1 files were binary"):
+    with pytest.raises(
+        ValueError, match=r"path='.*empty.txt' holds no UTF-8 text; .* \(1 files cannot be used\)\n  1 x empty, the"
+    ):
         read_text(folder / "empty.txt")
-    with pytest.raises(ValueError, match=r"holds no UTF-8 text ending in .rst, .tex \(0 files"):
+    with pytest.raises(ValueError, match=r"holds no UTF-8 text ending in .rst, .tex; .*\(0 files cannot be used\)$"):
         read_text(folder, [".rst", ".tex"])
     for fraction in (0.0, 1.0, -0.1, 5):
         with pytest.raises(ValueError, match=f"validation_fraction={fraction} must be between 0 and 1"):

@@ -8,6 +8,7 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 from nemo.lightning.base import NEMO_DATASETS_CACHE
 from nemo.utils import logging
 
+from nemo_dllm.collections.diffusion.data.bad_rows import describe_bad_rows
 from nemo_dllm.collections.diffusion.data.base_datamodule import DiffusionDataModule
 from nemo_dllm.collections.diffusion.data.bits_per_byte import count_text_bytes, unigram_bits_per_byte
 from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule, MockTokenizer
@@ -167,10 +168,10 @@ class TextDataModule(DiffusionDataModule):
         """Training and validation texts, read once until `setup` is done with them."""
         if self._texts is None:
             corpus = standard_library_sources() if self.path is None else read_text(self.path, self.suffixes)
-            if self.path is not None and (corpus.num_skipped or corpus.num_repeated):
+            if self.path is not None and (corpus.skipped or corpus.num_repeated):
                 logging.warning(
-                    f"path={self.path}: left out {corpus.num_skipped} files that are empty, binary or not UTF-8, and "
-                    f"{corpus.num_repeated} that repeat another"
+                    f"path={self.path}: left out {corpus.num_repeated} files that repeat another, and "
+                    f"{len(corpus.skipped)} that cannot be used\n{describe_bad_rows(corpus.skipped)}".rstrip()
                 )
             split = split_documents(corpus.documents, self.validation_fraction)
             self._texts = tuple([document.text for document in documents] for documents in split)

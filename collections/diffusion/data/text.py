@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from nemo_dllm.collections.diffusion.data.bad_rows import BadRow, bad_row, describe_bad_rows
+
 # Folders of the standard library that hold tests, an editor, other packages or compiled files instead of library code.
 _NOT_LIBRARY_CODE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
@@ -25,12 +27,12 @@ class Corpus(NamedTuple):
     """What was read.
 
     documents: non-empty texts, each distinct, in sorted order per path.
-    num_skipped: files left out because they are binary, not UTF-8, or empty.
+    skipped: files left out because they are binary, not UTF-8, or empty.
     num_repeated: files left out because an earlier one has the same text (it could land in both splits).
     """
 
     documents: list[Document]
-    num_skipped: int
+    skipped: list[BadRow]
     num_repeated: int
 
 
@@ -61,8 +63,8 @@ def read_text(path: str | Path | Sequence[str | Path], suffixes: Sequence[str] |
     if not corpus.documents:
         wanted = f" ending in {', '.join(suffixes)}" if suffixes else ""
         raise ValueError(
-            f"path={_show(paths)} holds no UTF-8 text{wanted} ({corpus.num_skipped} files were binary, empty or "
-            "not UTF-8); choose a text file, a folder with text files, or other suffixes"
+            f"path={_show(paths)} holds no UTF-8 text{wanted}; choose a text file, a folder with text files, or other "
+            f"suffixes ({len(corpus.skipped)} files cannot be used)\n{describe_bad_rows(corpus.skipped)}".rstrip()
         )
     return corpus
 
@@ -129,26 +131,35 @@ def _list_files(path: Path, suffixes: Sequence[str] | None) -> list[tuple[str, P
 
 def _read_files(named_files: Iterable[tuple[str, Path]]) -> Corpus:
     documents: dict[str, Document] = {}
-    num_skipped = num_repeated = 0
+    skipped: list[BadRow] = []
+    num_repeated = 0
     for name, file in named_files:
-        text = _decode(file.read_bytes())
-        if not text:
-            num_skipped += 1
+        text = _decode(file)
+        if isinstance(text, BadRow):
+            skipped.append(text)
         elif text in documents:
             num_repeated += 1
         else:
             documents[text] = Document(name, text)
-    return Corpus(list(documents.values()), num_skipped, num_repeated)
+    return Corpus(list(documents.values()), skipped, num_repeated)
 
 
-def _decode(content: bytes) -> str | None:
-    """The text, or None for binary content (a NUL byte is valid UTF-8, but no text file has one)."""
+def _decode(file: Path) -> str | BadRow:
+    """The text, or what is wrong and in which line (a NUL byte is valid UTF-8, but no text file has one)."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        return bad_row(str(file), 1, f"cannot be read, {error.strerror}")
+    if not content:
+        return bad_row(str(file), 1, "empty")
     if b"\0" in content:
-        return None
+        return bad_row(str(file), content[: content.index(b"\0")].count(b"\n") + 1, "binary, it has NUL bytes")
     try:
         return content.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
+    except UnicodeDecodeError as error:
+        return bad_row(
+            str(file), content[: error.start].count(b"\n") + 1, f"not UTF-8, byte 0x{content[error.start]:02x}"
+        )
 
 
 def _cut_tail(document: Document, validation_fraction: float) -> DocumentSplit:
