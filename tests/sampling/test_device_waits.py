@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from nemo_dllm.collections.diffusion.sampling import KVCache, SamplerConfig, generate_stream
+from nemo_dllm.collections.diffusion.sampling import KVCache, ReferenceQuirks, SamplerConfig, generate_stream
 
 MASK = 31
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
@@ -161,3 +161,10 @@ def test_a_step_waits_for_the_gpu_once(fields):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert waits and max(waits) <= 1
+
+
+@pytest.mark.gpu
+def test_noise_of_the_reference_is_drawn_on_the_gpu():
+    config = SamplerConfig(5, temperature=1.0, remasking="random", steps=5, quirks=ReferenceQuirks(global_noise=True))
+    steps = list(generate_stream(Model("cuda"), PROMPTS, config, mask_token_id=MASK, device="cuda"))
+    assert len(steps) == 5 and not steps[-1].holes_BT.any()

@@ -107,20 +107,25 @@ def denoise(
         )
     if row_ids is None:
         row_ids = range(len(canvas_BT)) if seeds is None else [0] * len(canvas_BT)
-    for name, per_row in (("row_ids", row_ids), ("seeds", seeds)):
-        if per_row is not None and len(per_row) != len(canvas_BT):
-            raise ValueError(f"{name} has {len(per_row)} entries for {len(canvas_BT)} rows; give one per row")
-        if per_row is not None and not all(isinstance(entry, Integral) for entry in per_row):
-            raise ValueError(f"{name}={list(per_row)} must be whole numbers, one per row")
+    _check_per_row("row_ids", row_ids, len(canvas_BT))
+    if seeds is not None:
+        _check_per_row("seeds", seeds, len(canvas_BT))
     ends = TextEnds(config, decode)
     if config.quirks.global_noise:
-        noise = GlobalNoise()
+        noise = GlobalNoise(canvas_BT.device)
     else:
         noise = RowNoise(config.seed if seeds is None else seeds, row_ids, canvas_BT.device)
     keys_BT = torch.ones_like(holes_BT) if key_mask_BT is None else key_mask_BT
     blocks_BT = block_indices(holes_BT, config.block_size, config.counts_blocks_from)
     canvas = Canvas(holes_BT, blocks_BT, keys_BT, padded=key_mask_BT is not None)
     return _Run(model, canvas_BT, canvas, mask_token_id, config, noise, ends).steps(abandoned)
+
+
+def _check_per_row(name: str, values: Sequence[int], rows: int) -> None:
+    if len(values) != rows:
+        raise ValueError(f"{name} has {len(values)} entries for {rows} rows; give one per row")
+    if not all(isinstance(value, Integral) for value in values):
+        raise ValueError(f"{name}={list(values)} must be whole numbers, one per row")
 
 
 class _Run:

@@ -54,13 +54,20 @@ class RowNoise:
 
 
 class GlobalNoise:
-    """Numbers from torch's global generator, for all positions of a pass at once, as dllm's samplers draw them."""
+    """Numbers from torch's global generator, for all positions of a pass at once, as dllm's samplers draw them.
+
+    Args:
+        device: where they are drawn; None is the CPU.
+    """
+
+    def __init__(self, device: torch.device | None = None):
+        self._device = device
 
     def uniform(self, positions_BT: Tensor, *shape: int) -> Tensor:
         """As of ``RowNoise``; what a row draws depends on the others, and on positions that need nothing."""
         # dllm draws Gumbel noise in float64, and scores for a random order in float32.
         dtype = torch.float64 if shape else torch.float32
-        return torch.rand(*positions_BT.shape, *shape, dtype=dtype, device=positions_BT.device)[positions_BT]
+        return torch.rand(*positions_BT.shape, *shape, dtype=dtype, device=self._device)[positions_BT]
 
 
 def gumbel(uniform: Tensor) -> Tensor:
