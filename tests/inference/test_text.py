@@ -162,7 +162,7 @@ def test_bad_arguments(generate, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "load_checkpoint", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ValueError, match="num_samples=0 must be at least 1"):
         generate(num_samples=0)
-    with pytest.raises(ValueError, match="stream, watch and replay follow a single text"):
+    with pytest.raises(ValueError, match="stream=True, watch=True and replay=FILE follow a single text"):
         generate(num_samples=2, watch=True)
     with pytest.raises(FileNotFoundError, match="output=.*absent/out.jsonl is in a folder that does not exist"):
         generate(output=tmp_path / "absent" / "out.jsonl")

@@ -76,6 +76,6 @@ def _of_run(folder: Path, best: bool) -> Path:
     complete = [checkpoint for checkpoint in losses if is_complete(checkpoint)]
     if not complete:
         raise FileNotFoundError(
-            f"{folder} holds no complete checkpoint with a validation loss in its name; leave out best"
+            f"{folder} holds no complete checkpoint with a validation loss in its name; leave out best=True"
         )
     return min(complete, key=losses.__getitem__)
