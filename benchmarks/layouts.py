@@ -17,6 +17,8 @@ import json
 import statistics
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from nemo_dllm.console import import_nemo_quietly
 
@@ -80,10 +82,29 @@ class DrawnModel(DiffusionModel):
         """Build and draw."""
         super().configure_model(vp_stage)
         for shard in parts(self.module):
-            # Biases of routers are no weights.
-            if shard.data.is_floating_point() and "expert_bias" not in shard.key:
+            if is_weight(shard):
                 part = whole_random("weights", shard) * 0.02
                 shard.data.detach().copy_(part + 1 if "norm" in shard.key else part)
+
+
+def is_weight(shard: ShardedTensor) -> bool:
+    """And no bias of a router, nor a count."""
+    return shard.data.is_floating_point() and "expert_bias" not in shard.key
+
+
+@contextmanager
+def gradients_for_weights(core) -> Iterator[None]:
+    """Let modules hold the gradients, in fp32, where they hold their weights."""
+    places = [(module, name) for module in core.modules() for name in module._parameters]
+    weights = [module._parameters[name] for module, name in places]
+    for (module, name), weight in zip(places, weights, strict=True):
+        if weight is not None:
+            module._parameters[name] = torch.nn.Parameter(weight.main_grad, requires_grad=False)
+    try:
+        yield
+    finally:
+        for (module, name), weight in zip(places, weights, strict=True):
+            module._parameters[name] = weight
 
 
 def gradient_shards(chunk) -> list[ShardedTensor]:
@@ -101,14 +122,8 @@ def gradient_shards(chunk) -> list[ShardedTensor]:
         core = ddp.module
         while hasattr(core, "module"):
             core = core.module
-        weights = {parameter: parameter.data for parameter in core.parameters()}
-        for parameter in weights:
-            parameter.data = parameter.main_grad.to(parameter.dtype)
-        shards = [shard for shard in parts(core) if shard.data.is_floating_point() and "expert_bias" not in shard.key]
-        for shard in shards:
-            shard.data = shard.data.detach().clone()
-        for parameter, data in weights.items():
-            parameter.data = data
+        with gradients_for_weights(core):
+            shards = [shard for shard in parts(core) if is_weight(shard)]
     return [shard for shard in shards if is_main_replica(shard.replica_id)]
 
 
