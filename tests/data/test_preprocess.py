@@ -180,6 +180,17 @@ def test_nulls_in_parquet(tmp_path, tokenizer):
     assert [tuple(row)[1:] for row in report.bad_rows] == [(2, "field 'text' is NoneType, not text")]
 
 
+def test_a_file_that_breaks_in_a_worker_is_told_in_one_line(tmp_path, tokenizer):
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": [f"row {i}" * 50 for i in range(100)]}), file, compression="snappy")
+    content = bytearray(file.read_bytes())
+    content[100:500] = bytes(400)
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a.parquet: cannot be read as parquet: .*; it is damaged") as caught:
+        preprocess(file, tmp_path / "x", tokenizer, workers=1)
+    assert caught.traceback[-1].path.name == "preprocess.py" and caught.value.__cause__ is None
+
+
 def test_too_many_bad_rows_stop_and_a_higher_limit_goes_on(tmp_path, tokenizer):
     rows = [{"text": f"{i:0100}"} for i in range(20)]
     file = write_jsonl(tmp_path / "a.jsonl", [*rows, "{\n", "[\n", *rows])

@@ -130,7 +130,7 @@ def _encode(
     def collect(futures: set[Future]) -> None:
         for future in futures:
             index, part = pending.pop(future)
-            keep(index, part.size, future.result())
+            keep(index, part.size, _report_of(future))
 
     def keep(index: int, size: int, report: PartReport) -> None:
         reports[index] = report
@@ -151,6 +151,13 @@ def _encode(
         while pending:
             collect(wait(pending, return_when=FIRST_COMPLETED).done)
     return [reports[index] for index in sorted(reports)]
+
+
+def _report_of(future: Future) -> PartReport:
+    try:
+        return future.result()
+    except ValueError as error:  # What is wrong with a file is told here, without the worker's own traceback.
+        raise ValueError(str(error)) from None
 
 
 @contextlib.contextmanager
