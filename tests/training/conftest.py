@@ -9,6 +9,23 @@ import pytest
 
 STEPS, INTERVAL, KILLED_AFTER = 12, 3, 7
 SEQ_LENGTH, BATCH = 16, 4
+SMALL = {
+    "model.config.num_layers": 2,
+    "model.config.hidden_size": 32,
+    "model.config.ffn_hidden_size": 48,
+    "model.config.num_attention_heads": 2,
+    "model.config.num_query_groups": 1,
+    "model.config.kv_channels": 16,
+    "data.vocab_size": 300,
+    "data.seq_length": SEQ_LENGTH,
+    "data.micro_batch_size": 2,
+    "data.global_batch_size": BATCH,
+    "data.num_val_rows": 8,
+    "trainer.max_steps": STEPS,
+    "trainer.val_check_interval": INTERVAL,
+    "trainer.log_every_n_steps": 2,
+    "optim.lr_scheduler.warmup_steps": 2,
+}
 
 
 @pytest.fixture(scope="session")
@@ -28,26 +45,7 @@ def run_recipe(forks, text, tmp_path_factory):
     that was killed where asked for, ``signals`` are further arguments of it.
     """
     script = Path(__file__).with_name("recorded_run.py")
-    cache = tmp_path_factory.mktemp("cache")
-    small = {
-        "model.config.num_layers": 2,
-        "model.config.hidden_size": 32,
-        "model.config.ffn_hidden_size": 48,
-        "model.config.num_attention_heads": 2,
-        "model.config.num_query_groups": 1,
-        "model.config.kv_channels": 16,
-        "data.path": str(text),
-        "data.cache_dir": str(cache),
-        "data.vocab_size": 300,
-        "data.seq_length": SEQ_LENGTH,
-        "data.micro_batch_size": 2,
-        "data.global_batch_size": BATCH,
-        "data.num_val_rows": 8,
-        "trainer.max_steps": STEPS,
-        "trainer.val_check_interval": INTERVAL,
-        "trainer.log_every_n_steps": 2,
-        "optim.lr_scheduler.warmup_steps": 2,
-    }
+    small = SMALL | {"data.path": str(text), "data.cache_dir": str(tmp_path_factory.mktemp("cache"))}
 
     def run(
         folder,
