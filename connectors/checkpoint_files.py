@@ -245,6 +245,7 @@ def write_hf_checkpoint(
 
     Raises:
         FileExistsError: where ``out_dir`` exists and ``overwrite`` is False; nothing is read or changed.
+        OSError: where it cannot be written, as on a full disk.
     """
     out_dir = Path(out_dir)
     refuse_existing(out_dir, overwrite)
@@ -255,8 +256,10 @@ def write_hf_checkpoint(
         files = {CONFIG_FILE: json_bytes(config), **(extra_files or {}), **last_files()}
         for name in sorted(files, key=lambda name: name == CONFIG_FILE):
             (unfinished / name).write_bytes(files[name])
-    except BaseException:
-        shutil.rmtree(unfinished)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, f"{out_dir} could not be written; is the disk full? ({error})") from error
         raise
     replace_folder(unfinished, out_dir)
     return out_dir

@@ -1,5 +1,6 @@
 """From a Hugging Face checkpoint to a NeMo checkpoint that trainings start from."""
 
+import errno
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -76,8 +77,10 @@ def import_hf_checkpoint(
             shutil.copytree(companions, unfinished / "context" / FOLDER)
         shutil.rmtree(companions.parent)
         (unfinished / SUMMARY_FILE).write_bytes(_summary(source, tally, mask_init))
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(error.errno, f"{output_path} could not be written; is the disk full? ({error})") from error
         raise
     replace_folder(unfinished, output_path)
     adopt_import(model, output_path)

@@ -133,7 +133,7 @@ class SplitRows:
         return read(0, rows=_run(rank.rank, shape[0]))
 
     def write(self, parts, dimensions):
-        return [torch.cat(tuple(parts))]
+        return [_joined(parts)]
 
 
 class SplitColumns:
@@ -146,7 +146,7 @@ class SplitColumns:
         return read(0, columns=_run(rank.rank, shape[1]))
 
     def write(self, parts, dimensions):
-        return [torch.cat(tuple(parts), dim=1)]
+        return [_joined(parts, dim=1)]
 
 
 class VocabularyRows:
@@ -159,10 +159,11 @@ class VocabularyRows:
         start = min(rank.rank * shape[0], dimensions.vocab_size)
         stop = min(start + shape[0], dimensions.vocab_size)
         rows_RH = read(0, rows=slice(start, stop))
-        return torch.cat((rows_RH, rows_RH.new_zeros(shape[0] - len(rows_RH), *shape[1:])))
+        padding = shape[0] - len(rows_RH)
+        return torch.cat((rows_RH, rows_RH.new_zeros(padding, *shape[1:]))) if padding else rows_RH
 
     def write(self, parts, dimensions):
-        return [torch.cat(tuple(parts))[: dimensions.vocab_size]]
+        return [_joined(parts)[: dimensions.vocab_size]]
 
 
 class QueryKeyValue:
@@ -185,7 +186,7 @@ class QueryKeyValue:
         return torch.cat(parts_GDH, dim=1).flatten(0, 1)
 
     def write(self, parts, dimensions):
-        fused_RH = torch.cat(tuple(parts))
+        fused_RH = _joined(parts)
         fused_GDH = fused_RH.reshape(dimensions.query_groups, -1, *fused_RH.shape[1:])
         return [part_GDH.flatten(0, 1) for part_GDH in fused_GDH.split(_group_rows(dimensions), dim=1)]
 
@@ -202,13 +203,18 @@ class GatedPair:
 
     def write(self, parts, dimensions):
         gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
-        return [torch.cat(gates), torch.cat(ups)]
+        return [_joined(gates), _joined(ups)]
 
 
 def _chosen(existing: Collection[int] | None, asked: Collection[int] | None) -> Iterable[int | None]:
     if existing is None:
         return (None,)
     return existing if asked is None else [index for index in existing if index in asked]
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Without a copy where there is nothing to join: tables are the largest tensors of a model."""
+    return torch.cat(tuple(parts), dim=dim) if len(parts) > 1 else parts[0]
 
 
 def _run(index: int, length: int) -> slice:

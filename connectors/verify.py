@@ -22,7 +22,7 @@ from nemo_dllm.connectors.build import build_on_cpu
 from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
 from nemo_dllm.connectors.config import hf_to_nemo_config
 from nemo_dllm.connectors.facts import CheckpointFacts, read_facts, weights_dtype
-from nemo_dllm.connectors.families.registry import find_family
+from nemo_dllm.connectors.families.registry import family_of, find_family
 from nemo_dllm.connectors.hf_export import load_nemo_checkpoint
 from nemo_dllm.connectors.load import export_hf_tensors, load_hf_weights
 from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
@@ -101,11 +101,18 @@ def verify_checkpoint(
 
     Raises:
         FileNotFoundError, ValueError: for folders that are no such checkpoints.
+        ValueError: where the two are of different families.
     """
     source, facts = HFCheckpoint(hf_path), read_facts(hf_path)
     rows = _token_rows(source, prompts)
     with single_process():
         core, stored, told = _opened(Path(checkpoint))
+        other = family_of(core.config)
+        if other.name != facts.family:
+            raise ValueError(
+                f"{source.path} is of family {facts.family}, {checkpoint} of family {other.name}: two models, and no "
+                "conversion of one; compare checkpoints of one family"
+            )
         weights, unmatched = _compare_weights(source, stored(), core.config)
         dtype = coarser(weights_dtype(source), next(core.parameters()).dtype)
         own_class = _has_own_class(source, facts)

@@ -161,11 +161,11 @@ def test_without_json_its_twin_in_transformers_reads_it(with_remote_code, tmp_pa
 
 @pytest.fixture
 def small_files():
-    """Lets no file grow beyond 100 kB, as a full disk would."""
+    """Lets no file grow beyond some bytes, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    def limit(size=100_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
 
     yield limit
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -178,7 +178,7 @@ def write(folder, tensors, drawn=None, **options):
 
 def test_a_full_disk_leaves_no_export(small_files, tmp_path):
     small_files()
-    with pytest.raises(OSError, match="File too large"):
+    with pytest.raises(OSError, match="out could not be written; is the disk full.*File too large"):
         write(tmp_path / "out", {"a": torch.zeros(100, 100), "b": torch.zeros(300, 300)})
     assert list(tmp_path.iterdir()) == []
 
@@ -224,8 +224,9 @@ def test_an_import_runs_no_code(import_folder, with_remote_code, tmp_path):
 
 
 @pytest.mark.nemo
-def test_a_full_disk_leaves_no_import(import_folder, models, small_files, tmp_path):
-    small_files()
+@pytest.mark.parametrize("size", [0, 1000, 100_000])
+def test_a_full_disk_leaves_no_import(import_folder, models, small_files, tmp_path, size):
+    small_files(size)
     with pytest.raises(OSError, match="could not be written; is the disk full"):
         import_folder(models / "qwen3", tmp_path / "nemo")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,3 +33,25 @@ def test_a_training_starts_from_an_import_and_its_checkpoint_exports(models, tmp
     }
     config = json.loads((tmp_path / "exported" / "config.json").read_text())
     assert (config["model_type"], config["mask_token_id"], config["eos_token_id"]) == ("a2d-qwen3", 196, 192)
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize("file", ["tokenizer.json", "chat_template.jinja", "generation_config.json"])
+def test_another_tokenizer_is_another_start(models, single_process, tmp_path, file):
+    """What a run kept of a folder is used again only as long as the folder has the same small files."""
+    from nemo_dllm.connectors.conversion import diffusion_model
+    from nemo_dllm.connectors.start import adopt_hf_checkpoint
+
+    source = shutil.copytree(models / "qwen3", tmp_path / "source")
+
+    def start():
+        return adopt_hf_checkpoint(diffusion_model(source), source, tmp_path / "run")
+
+    first = start()
+    assert start() == first
+    changed = source / file
+    # For JSON the same content, as a change of one token's text would be another size at most.
+    changed.write_text((changed.read_text() if changed.exists() else "{{ messages }}") + "\n")
+    second = start()
+    assert second != first
+    assert (second / "hf" / file).is_file() and start() == second

@@ -157,3 +157,9 @@ def test_the_mask_token_of_an_import(verify, models, make_twin, tmp_path):
     assert verify(named, import_checkpoint(named, tmp_path / "2")).passed
     other = import_checkpoint(named, tmp_path / "3", mask_token_id=18)
     assert verify(named, other).facts == ["mask_token_id=17 in the Hugging Face checkpoint, 18 in the other"]
+
+
+@pytest.mark.parametrize(("left", "right"), [("qwen3_moe", "qwen3"), ("qwen3", "llada"), ("sdar", "qwen3")])
+def test_another_family_is_refused_by_name(verify, models, left, right):
+    with pytest.raises(ValueError, match=f"{left} is of family {left}, .* of family {right}: two models"):
+        verify(models / left, models / right)
