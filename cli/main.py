@@ -122,6 +122,8 @@ def _sampling_command(command: Command) -> Callable[..., None]:
         except ValueError as error:
             raise typer.BadParameter(in_options(str(error), _options_of_command([command.name]))) from error
         given = {name: None if value is NOTHING else value for name, value in values.items() if value is not None}
+        if not verbose:
+            _hide_warnings()
         command.run(given, lambda module: _import(module.removeprefix("nemo_dllm."), verbose))
 
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -133,6 +135,12 @@ def _sampling_command(command: Command) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _hide_warnings() -> None:
+    from nemo_dllm.console import hide_warnings
+
+    hide_warnings()
 
 
 NOTHING = object()

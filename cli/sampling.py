@@ -70,11 +70,13 @@ class Command:
             load: imports a module by its absolute name.
 
         Raises:
-            ValueError: for options that exclude each other.
+            ValueError: for options that exclude each other, and sampler settings that no checkpoint can mend.
         """
         check_alternatives(self, given)
         of_sampler = {option.name for option in self.options if option.of_sampler}
         settings = {name: value for name, value in given.items() if name in of_sampler}
+        if settings or given.get("preset"):
+            _check_settings(given.get("preset"), settings)
         arguments = {option.name: given.get(option.name, option.default) for option in self.own}
         if self.samples:
             arguments["settings"] = settings
@@ -91,6 +93,16 @@ def check_alternatives(command: Command, given: Mapping[str, Any]) -> None:
     if len(both) > 1:
         named = [f"{name}={given[name]}" for name in both]
         raise ValueError(f"{' and '.join(named)} are given; give one of them")
+
+
+def _check_settings(preset: str | None, settings: Mapping[str, Any]) -> None:
+    """Check what can be told before the checkpoint is loaded, which takes long, and without NeMo."""
+    sampling = importlib.import_module("nemo_dllm.collections.diffusion.sampling")
+    if preset is not None:
+        sampling.preset_fields(preset)
+    of_checkpoint = {"block_size": settings.get("steps_per_block") or 1, "eos_token_id": 0}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    sampling.SamplerConfig(**(of_checkpoint | given))
 
 
 def sampler_options() -> tuple[Option, ...]:

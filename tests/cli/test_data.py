@@ -93,7 +93,7 @@ def test_chats_are_shown_on_the_terminal_and_as_a_page(folder, run):
         (["preprocess", "absent.txt", "corpora/other", "--tokenizer=tokenizer"], "error: 'absent.txt' does not exist;"),
         (
             ["preprocess", "texts.txt", "texts.txt/x", "--tokenizer=tokenizer"],
-            "error: [Errno 20] Not a directory while",
+            "error: [Errno 20] Not a directory: ",
         ),
         (["check", "corpora/other", "--tokenizer=tokenizer"], "error: 'corpora/other.bin' does not exist;"),
         (["check", "corpora/squares", "--tokenizer=./absent"], "error: --tokenizer='./absent' does not exist;"),

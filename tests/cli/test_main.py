@@ -105,6 +105,22 @@ def test_wrong_arguments_end_before_nemo_is_imported(monkeypatch, capsys, argume
     assert f"nemo-dllm {arguments[0]} --help" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command, arguments, message",
+    [
+        ("generate", ["--steps", "0"], "error: --steps=0 must be from 1 to --max-new-tokens=128"),
+        ("serve", ["--preset", "best"], "error: --preset='best' is unknown; known: dllm_bd3lm"),
+        ("chat", ["--stop-strings", ""], "error: --stop-strings=('',) hold an empty text"),
+    ],
+)
+def test_settings_that_nothing_can_mend_end_before_nemo_is_imported(monkeypatch, capsys, command, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["nemo-dllm", command, ".", *arguments])
+    monkeypatch.setattr(cli, "_import", lambda *_: pytest.fail("imported NeMo"))
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert capsys.readouterr().err.startswith(message)
+
+
 class Recorder:
     """In the place of the modules of commands: keeps what they are called with."""
 

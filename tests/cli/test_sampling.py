@@ -59,6 +59,18 @@ def test_what_is_given_reaches_the_function():
         twins.run({"path": "a", "loud": True}, load)
 
 
+def test_settings_are_checked_before_anything_is_loaded():
+    def run(**given):
+        own = (Option("path", str, "", REQUIRED), Option("preset", str, ""))
+        Command("speak", "", "somewhere", own).run({"path": "a", **given}, lambda _: pytest.fail("loaded"))
+
+    with pytest.raises(ValueError, match="preset='drem' is unknown"):
+        run(preset="drem")
+    # What the checkpoint brings along is not missed.
+    with pytest.raises(ValueError, match="top_k=0 must be at least 1"):
+        run(top_k=0, cache="exact", steps_per_block=4, stop_strings=["a"])
+
+
 def test_the_page_names_options_that_there_are():
     page = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text()
     commands = {command.name: {option.name for option in command.options} for command in COMMANDS}

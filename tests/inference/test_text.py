@@ -166,7 +166,3 @@ def test_bad_arguments(generate, tmp_path, monkeypatch):
         generate(num_samples=2, watch=True)
     with pytest.raises(FileNotFoundError, match="output=.*absent/out.jsonl is in a folder that does not exist"):
         generate(output=tmp_path / "absent" / "out.jsonl")
-    with pytest.raises(ValueError, match="preset='drem' is unknown"):
-        generate(preset="drem")
-    with pytest.raises(ValueError, match="top_k=0 must be at least 1"):
-        generate(settings={"top_k": 0, "cache": "exact", "steps_per_block": 4, "stop_strings": ["a"]})

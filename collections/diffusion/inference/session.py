@@ -11,7 +11,7 @@ from rich.console import Console
 
 from nemo_dllm.collections.diffusion.inference.load import LoadedModel, load_checkpoint
 from nemo_dllm.collections.diffusion.inference.replay import Replay
-from nemo_dllm.collections.diffusion.sampling import DenoiseStep, SamplerConfig, preset_fields, watch
+from nemo_dllm.collections.diffusion.sampling import DenoiseStep, SamplerConfig, watch
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,11 +98,6 @@ def open_session(
     """
     # Lists, as command lines give them, are tuples in SamplerConfig.
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
-    # Loading takes long: what can be told without the checkpoint is checked before.
-    if preset is not None:
-        preset_fields(preset)
-    of_checkpoint = {"block_size": settings.get("steps_per_block") or 1, "eos_token_id": 0}
-    SamplerConfig(**(of_checkpoint | settings))
     model = load_checkpoint(path, best=best)
     if settings.get("seed") is None:
         settings["seed"] = torch.seed() % 2**31
