@@ -122,7 +122,7 @@ CASES = [
         for layout in FOR_DENSE
     ),
     *(
-        case(model, task, layout, slow=False)
+        case(model, task, layout, slow="overlapped" in layout)
         for model in list(MODELS)[1:]
         for task in ("mdlm", "bd3lm")
         for layout in FOR_EXPERTS
