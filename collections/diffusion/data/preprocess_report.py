@@ -8,7 +8,7 @@ from typing import TextIO
 
 from nemo_dllm.collections.diffusion.data.bad_rows import BadRow, describe_bad_rows
 from nemo_dllm.collections.diffusion.data.encoded_part import PartReport
-from nemo_dllm.collections.diffusion.data.sources import Source
+from nemo_dllm.collections.diffusion.data.sources import Source, repeated_sources
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class PreprocessReport:
     characters: of the documents written.
     empty: documents without a character; left out, and not counted as bad.
     empty_files: inputs of size 0.
+    repeated_files: inputs that are read again, because they were named more than once.
     bad_rows: left out, in the order of the corpus.
     seconds: of this run, which may have found parts of an earlier one.
     """
@@ -28,6 +29,7 @@ class PreprocessReport:
     characters: int
     empty: int
     empty_files: list[str]
+    repeated_files: list[str]
     bad_rows: list[BadRow]
     seconds: float
 
@@ -40,6 +42,7 @@ class PreprocessReport:
             characters=sum(part.characters for part in parts),
             empty=sum(part.empty for part in parts),
             empty_files=[source.name for source in sources if source.size == 0],
+            repeated_files=repeated_sources(sources),
             bad_rows=[row for part in parts for row in part.bad_rows],
             seconds=seconds,
         )
@@ -49,6 +52,9 @@ class PreprocessReport:
         lines = [f"{self.documents:,} documents, {self.tokens:,} tokens, {self.seconds:.1f} s"]
         if self.empty_files:
             lines.append(f"{len(self.empty_files)} empty files, the first: {self.empty_files[0]}")
+        if self.repeated_files:
+            first = self.repeated_files[0]
+            lines.append(f"{len(self.repeated_files)} files are in it more than once, the first: {first}")
         if self.empty:
             lines.append(f"{self.empty:,} empty documents left out")
         if self.bad_rows:

@@ -45,20 +45,26 @@ def find_sources(inputs: Sequence[str | Path], format: str | None = None, split:
 
     Raises:
         FileNotFoundError: an input does not exist, or a folder holds nothing to read.
-        ValueError: the format is unknown, or does not follow from a file's name; an input is there twice.
+        ValueError: there is no input; the format is unknown, or does not follow from a file's name.
     """
     if format is not None and format not in FORMATS:
         raise ValueError(f"format={format!r} is unknown; known: {', '.join(FORMATS)}")
     sources = [source for entry in inputs for source in _sources(Path(entry), format, split)]
     if not sources:
         raise ValueError("there is no input; name files, folders or datasets")
+    return sources
+
+
+def repeated_sources(sources: Sequence[Source]) -> list[str]:
+    """Names of sources that are there a second time, by whatever path."""
     seen: set[tuple[str, str | None]] = set()
+    repeated = []
     for source in sources:
         identity = (os.path.realpath(source.name), source.split)
         if identity in seen:
-            raise ValueError(f"'{source.name}' is among the inputs twice; name it once")
+            repeated.append(source.name)
         seen.add(identity)
-    return sources
+    return repeated
 
 
 def _sources(path: Path, format: str | None, split: str | None) -> Iterator[Source]:
