@@ -51,6 +51,7 @@ TESTS = {
     "kernels": "tests/kernels tests/objectives tests/models/test_cpu.py",
     "attention": "tests/attention",
     "core": "tests/models/test_core_patterns_cuda.py",
+    "sampling": "tests/sampling tests/inference",
 }
 
 
