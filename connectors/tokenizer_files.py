@@ -1,6 +1,8 @@
 """Tokenizers of checkpoint folders: loaded without running their code, and given a mask token in their files."""
 
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +50,26 @@ def load_hf_tokenizer(folder: str | Path):
 
 
 def _loaded(tokenizer_class: type, folder: Path):
+    if not (folder / TOKENIZER_JSON).is_file() and (folder / "tokenizer.model").is_file():
+        _make_sentencepiece_models_readable()
     try:
         return tokenizer_class.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # Damaged files raise anything, tokenizers' own Exception among them.
         for name in (TOKENIZER_JSON, SPECIAL_TOKENS_MAP, ADDED_TOKENS, "vocab.json"):
             _read(folder / name)
         raise ValueError(f"the tokenizer files of {folder} cannot be read ({error}); fetch them again") from error
+
+
+def _make_sentencepiece_models_readable() -> None:
+    """Give transformers its own description of the files where that of sentencepiece is too new for protobuf."""
+    name = "sentencepiece.sentencepiece_model_pb2"
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return
+    except Exception:  # protobuf's VersionError.
+        package, own = sys.modules["sentencepiece"], "transformers.utils.sentencepiece_model_pb2_new"
+        package.sentencepiece_model_pb2 = sys.modules[name] = importlib.import_module(own)
 
 
 def write_mask_token(folder: Path, mask_token: MaskToken) -> None:
