@@ -75,7 +75,8 @@ def run_group(group: Group, arguments: argparse.Namespace, console: Console) -> 
 
 def run_command(tag: str, command: str, timeout: int, arguments: argparse.Namespace, console: Console) -> int:
     """Exit code of one command, 124 where it was ended at its time; its output goes to the folder of results."""
-    words = [
+    words = shlex.split(command.format(out=arguments.out, files=arguments.files))
+    words = [sys.executable if word == "python" else word for word in words]
         sys.executable if word == "python" else word
         for word in shlex.split(command.format(out=arguments.out, files=arguments.files))
     ]
