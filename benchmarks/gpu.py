@@ -77,9 +77,6 @@ def run_command(tag: str, command: str, timeout: int, arguments: argparse.Namesp
     """Exit code of one command, 124 where it was ended at its time; its output goes to the folder of results."""
     words = shlex.split(command.format(out=arguments.out, files=arguments.files))
     words = [sys.executable if word == "python" else word for word in words]
-        sys.executable if word == "python" else word
-        for word in shlex.split(command.format(out=arguments.out, files=arguments.files))
-    ]
     log = arguments.out / f"{tag}.log"
     began = time.monotonic()
     with log.open("w") as output:
