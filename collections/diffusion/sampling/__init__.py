@@ -1,7 +1,7 @@
 """Sampling from masked diffusion models: confidence-based iterative unmasking over any function tokens -> logits."""
 
 from nemo_dllm.collections.diffusion.sampling.config import CACHES, SamplerConfig, SamplerField, sampler_fields
-from nemo_dllm.collections.diffusion.sampling.denoise import DenoiseStep, denoise
+from nemo_dllm.collections.diffusion.sampling.denoise import denoise
 from nemo_dllm.collections.diffusion.sampling.display import canvas_pieces, canvas_text, watch
 from nemo_dllm.collections.diffusion.sampling.generate import (
     GenerateResult,
@@ -16,6 +16,7 @@ from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenois
 from nemo_dllm.collections.diffusion.sampling.presets import PRESETS, REFERENCE_PRESETS, preset, preset_fields
 from nemo_dllm.collections.diffusion.sampling.quirks import ReferenceQuirks
 from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES, Predictions, register_remasking
+from nemo_dllm.collections.diffusion.sampling.run import DenoiseStep
 from nemo_dllm.collections.diffusion.sampling.transfer import (
     SCHEDULES,
     linear_alpha,

@@ -4,10 +4,15 @@ Scorers as of ``scoring``. Shape letters: B rows, T canvas positions, L position
 given ones, V vocabulary.
 """
 
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, Window, gather_window, on_device
+from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, join_attribute, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
 
 
@@ -22,13 +27,28 @@ class ApproximateCache:
         self._keep_suffix = keep_suffix
         self._positions_BT = canvas.positions_BT
         self._cache = model.new_cache(*canvas.keys_BT.shape)
-        self._block_B = None
+        # No block yet.
+        self._block_B = torch.full_like(canvas.blocks_BT[:, 0], torch.iinfo(torch.int64).max)
+
+    @property
+    def row_parts(self) -> tuple[Any, ...]:
+        """See ``joining``."""
+        return (self._cache,)
+
+    @classmethod
+    def join_rows(cls, picked: Sequence[Picked], canvas: Canvas) -> "ApproximateCache":
+        """For rows of several runs; those that stay in their block do not encode it anew."""
+        joined = copy(picked[0].part)
+        joined._canvas, joined._positions_BT = canvas, canvas.positions_BT
+        joined._cache = join_attribute(picked, "_cache", canvas.keys_BT.shape[1])
+        joined._block_B = stack_rows(attribute_of(picked, "_block_B"))
+        return joined
 
     def __call__(self, tokens_BT: Tensor, active_BT: Tensor, scored_BT: Tensor, device: torch.device) -> Tensor:
         blocks_BT, keys_BT = self._canvas.blocks_BT, self._canvas.keys_BT
         none = torch.iinfo(torch.int64).max
         block_B = blocks_BT.masked_fill(~active_BT, none).amin(dim=1)
-        began_B = block_B != (torch.full_like(block_B, none) if self._block_B is None else self._block_B)
+        began_B = block_B != self._block_B
         self._block_B = block_B
         # Rows begin their blocks on their own, so that what else is in a batch does not refresh their cache.
         self._encode(tokens_BT, keys_BT & (began_B & active_BT.any(dim=1))[:, None], device)
@@ -65,6 +85,22 @@ class DelayedCache:
         self._cache = model.new_cache(*canvas.keys_BT.shape)
         self._encoded_BT = torch.full_like(canvas.blocks_BT, -1)
         self._passes_B = torch.zeros_like(canvas.blocks_BT[:, 0])
+
+    @property
+    def row_parts(self) -> tuple[Any, ...]:
+        """See ``joining``."""
+        return (self._cache,)
+
+    @classmethod
+    def join_rows(cls, picked: Sequence[Picked], canvas: Canvas) -> "DelayedCache":
+        """For rows of several runs, each with the passes that it has had since its last refresh."""
+        width = canvas.keys_BT.shape[1]
+        joined = copy(picked[0].part)
+        joined._canvas, joined._positions_BT = canvas, canvas.positions_BT
+        joined._cache = join_attribute(picked, "_cache", width)
+        joined._encoded_BT = stack_rows(attribute_of(picked, "_encoded_BT"), width)
+        joined._passes_B = stack_rows(attribute_of(picked, "_passes_B"))
+        return joined
 
     def __call__(self, tokens_BT: Tensor, active_BT: Tensor, scored_BT: Tensor, device: torch.device) -> Tensor:
         # A row that waits or is full has no pass: its refreshes do not depend on what it is batched with.

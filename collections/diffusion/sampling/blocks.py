@@ -3,10 +3,13 @@
 Shape letters: B rows, T canvas positions, L positions of one pass.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, stack_rows
 
 BLOCK_ORIGINS = ("prompt", "sequence")
 
@@ -30,6 +33,15 @@ class Canvas(NamedTuple):
     def positions_BT(self) -> Tensor:
         """Int64, how many tokens are before each position, padding not counted."""
         return (self.keys_BT.cumsum(dim=1) - 1).clamp_min(0)
+
+    @classmethod
+    def join_rows(cls, picked: Sequence[Picked]) -> "Canvas":
+        """Rows of several runs, as wide as the longest of them."""
+        width = max(int(canvas.keys_BT[row].nonzero().max()) + 1 for canvas, rows in picked for row in rows)
+        holes_BT, blocks_BT, keys_BT = (
+            stack_rows(attribute_of(picked, name), width) for name in ("holes_BT", "blocks_BT", "keys_BT")
+        )
+        return cls(holes_BT, blocks_BT, keys_BT, padded=not keys_BT.all())
 
     def cpu(self) -> "Canvas":
         """The same, on the CPU."""

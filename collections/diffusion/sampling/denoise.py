@@ -1,62 +1,20 @@
-"""The denoising loop: predict every candidate, commit the best, repeat until no hole is left.
+"""The entry to the denoising loop: a canvas with holes, and how they are filled.
 
-The canvas and all decisions about it are on the CPU. The device gets the tokens of each pass, and gives back a few
-numbers per scored position, so that the CPU waits for it once per step.
-
-Shape letters: B rows, T canvas positions, L positions of one pass, N scored positions of all rows in row-major order,
-V vocabulary.
+Shape letters: B rows, T canvas positions.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, block_indices, gather_window, on_device
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, block_indices
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
 from nemo_dllm.collections.diffusion.sampling.noise import GlobalNoise, RowNoise
-from nemo_dllm.collections.diffusion.sampling.progress import Progress
-from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
-from nemo_dllm.collections.diffusion.sampling.scoring import build_scorer
-from nemo_dllm.collections.diffusion.sampling.selection import Judged, judge, select_commits
+from nemo_dllm.collections.diffusion.sampling.run import DenoiseStep, DenoisingRun
 from nemo_dllm.collections.diffusion.sampling.stopping import Decode, TextEnds
-from nemo_dllm.collections.diffusion.sampling.token_choice import (
-    check_token_ids,
-    choose_tokens,
-    restrict_logits,
-    temper,
-    token_columns,
-)
-
-
-@dataclass(frozen=True, eq=False)
-class DenoiseStep:
-    """The canvas after one forward pass, on the CPU; later steps leave these tensors alone.
-
-    Attributes:
-        tokens_BT: int64, holes hold the mask token.
-        holes_BT: bool, positions still to fill.
-        committed_BT: bool, positions filled by this step, those closed by an end token included.
-        step: forward passes so far, from 1 (with guidance: pairs of them).
-        edited_BT: bool, generated tokens that this step has replaced; None where nothing is edited.
-        settled_BT: bool, generated tokens with no hole before them that no later step replaces: what may be shown to a
-            reader. A row is finished when all its generated tokens are.
-    """
-
-    tokens_BT: Tensor
-    holes_BT: Tensor
-    committed_BT: Tensor
-    step: int
-    edited_BT: Tensor | None = None
-    settled_BT: Tensor | None = None
-
-    @property
-    def new_BT(self) -> Tensor:
-        """Bool, positions whose token this step has filled in or replaced."""
-        return self.committed_BT if self.edited_BT is None else self.committed_BT | self.edited_BT
 
 
 def denoise(
@@ -118,7 +76,7 @@ def denoise(
     keys_BT = torch.ones_like(holes_BT) if key_mask_BT is None else key_mask_BT
     blocks_BT = block_indices(holes_BT, config.block_size, config.counts_blocks_from)
     canvas = Canvas(holes_BT, blocks_BT, keys_BT, padded=key_mask_BT is not None)
-    return _Run(model, canvas_BT, canvas, mask_token_id, config, noise, ends).steps(abandoned)
+    return DenoisingRun(model, canvas_BT, canvas, mask_token_id, config, noise, ends).steps(abandoned)
 
 
 def _check_per_row(name: str, values: Sequence[int], rows: int) -> None:
@@ -126,136 +84,3 @@ def _check_per_row(name: str, values: Sequence[int], rows: int) -> None:
         raise ValueError(f"{name} has {len(values)} entries for {rows} rows; give one per row")
     if not all(isinstance(value, Integral) for value in values):
         raise ValueError(f"{name}={list(values)} must be whole numbers, one per row")
-
-
-class _Run:
-    """The state of one run."""
-
-    def __init__(self, model, canvas_BT, canvas, mask_token_id, config, noise, ends):
-        self.config, self.mask_token_id = config, mask_token_id
-        self.noise, self.ends, self.device = noise, ends, canvas_BT.device
-        self.canvas = canvas = canvas.cpu()
-        self.tokens_BT = canvas_BT.cpu().masked_fill(canvas.holes_BT, mask_token_id)
-        self.holes_BT = canvas.holes_BT
-        # A model that knows its vocabulary keeps a GPU from ids that would be the end of its process.
-        self.known_vocabulary = getattr(model, "vocabulary_size", None)
-        self._check_ids(self.known_vocabulary)
-        self.ordinals_BT = canvas.holes_BT.cumsum(dim=1) - 1
-        # Rows that finish their blocks together have them encoded in one pass.
-        lockstep = "turn" if config.cache == "exact" else "block" if config.quirks.lockstep else None
-        self.progress = Progress(canvas.holes_BT, canvas.blocks_BT, config, lockstep)
-        self.score = build_scorer(model, self.tokens_BT, canvas, mask_token_id, config)
-        self.done_B = torch.zeros(len(canvas_BT), dtype=torch.bool)
-
-    def steps(self, abandoned: Callable[[], Sequence[bool]] | None) -> Iterator[DenoiseStep]:
-        step = 0
-        while True:
-            if abandoned is not None:
-                self.progress.end(abandoned())
-            blocks = self.progress.blocks()
-            if all(block is None for block in blocks) or (self.config.quirks.stop_after_block and self.done_B.all()):
-                return
-            active_BT = self._active(blocks)
-            candidates_BT = self._candidates(active_BT)
-            editable_BT = self._editable(active_BT)
-            scored_BT = candidates_BT | editable_BT
-            judged = self._judge(active_BT, scored_BT)
-            quota_B = torch.tensor(self.progress.quotas())
-            selected_BT = select_commits(judged, scored_BT, candidates_BT, quota_B, self.config)
-            before_BT, holes_before_BT = self.tokens_BT, self.holes_BT
-            proposed_BT = before_BT.masked_scatter(scored_BT, judged.tokens_N)
-            edited_BT = self._edits(judged, scored_BT, editable_BT, proposed_BT)
-            self.tokens_BT = torch.where(selected_BT | edited_BT, proposed_BT, before_BT)
-            filled_BT = selected_BT
-            if self.config.quirks.mask_token_allowed:
-                filled_BT = selected_BT & (self.tokens_BT != self.mask_token_id)
-            self.holes_BT = holes_before_BT & ~filled_BT
-            finished_B = self._advance(active_BT, edited_BT)
-            settled_BT = self._settle(active_BT & ~finished_B[:, None])
-            step += 1
-            edits_BT = None if self.config.editing_threshold is None else edited_BT
-            committed_BT = holes_before_BT & ~self.holes_BT
-            yield DenoiseStep(self.tokens_BT, self.holes_BT, committed_BT, step, edits_BT, settled_BT)
-
-    def _check_ids(self, vocabulary: int | None) -> None:
-        if vocabulary is not None:
-            check_token_ids(self.config, self.mask_token_id, vocabulary)
-        outside_N = self.tokens_BT[(self.tokens_BT < 0) | (self.tokens_BT >= (vocabulary or 2**63 - 1))]
-        if len(outside_N) > 0:
-            of = "" if vocabulary is None else f" of {vocabulary}"
-            raise ValueError(
-                f"{outside_N[0]} among the given tokens is outside the model's vocabulary{of}; encode the text with "
-                "the model's tokenizer, and see to mask_token_id and pad_token_id"
-            )
-
-    def _active(self, blocks: list[int | None]) -> Tensor:
-        """Positions of the block at hand, none in rows that have nothing to do; bool [B, T]."""
-        nothing = torch.iinfo(torch.int64).min
-        current_B1 = torch.tensor([[nothing if block is None else block] for block in blocks])
-        return self.canvas.keys_BT & (self.canvas.blocks_BT == current_B1)
-
-    def _candidates(self, active_BT: Tensor) -> Tensor:
-        if not self.config.quirks.stray_masks_compete:
-            return self.holes_BT & active_BT
-        lowest = torch.iinfo(torch.int64).min
-        current_B1 = self.canvas.blocks_BT.masked_fill(~active_BT, lowest).amax(dim=1, keepdim=True)
-        masks_BT = self.canvas.keys_BT & (self.tokens_BT == self.mask_token_id)
-        return masks_BT & (self.canvas.blocks_BT <= current_B1)
-
-    def _editable(self, block_BT: Tensor) -> Tensor:
-        if self.config.editing_threshold is None:
-            return torch.zeros_like(block_BT)
-        return block_BT & self.canvas.holes_BT & ~self.holes_BT
-
-    @torch.no_grad()
-    def _judge(self, active_BT: Tensor, scored_BT: Tensor) -> Judged:
-        config = self.config
-        logits_NV = self.score(self.tokens_BT, active_BT, scored_BT, self.device)
-        if logits_NV.shape[-1] != self.known_vocabulary:
-            self.known_vocabulary = logits_NV.shape[-1]
-            self._check_ids(self.known_vocabulary)
-        ordinals_N = on_device(self.ordinals_BT[scored_BT], logits_NV.device)
-        logits_NV = restrict_logits(logits_NV, ordinals_N, self.mask_token_id, config)
-        # Noise is drawn for the row's own positions alone: numbers spent on padding would tie a row to its batch.
-        drawn_BL = scored_BT
-        if config.cache is not None and config.quirks.global_noise:
-            window = gather_window(active_BT)
-            drawn_BL = scored_BT.gather(1, window.index_BL) & window.valid_BL
-        tokens_N = choose_tokens(logits_NV, config, lambda vocabulary: self.noise.uniform(drawn_BL, vocabulary))
-        confidence_NV = temper(logits_NV, config).float() if config.tempered_confidence else logits_NV
-        if config.quirks.begin_suppress_by_confidence and config.begin_suppress_token_ids:
-            suppressed_V = token_columns(config.begin_suppress_token_ids, logits_NV.shape[-1], logits_NV.device)
-            confidence_NV = confidence_NV.masked_fill(suppressed_V, -torch.inf)
-        probabilities_NV = confidence_NV.softmax(dim=-1)
-        return judge(Predictions(tokens_N, probabilities_NV, lambda: self.noise.uniform(drawn_BL)), config)
-
-    def _edits(self, judged: Judged, scored_BT: Tensor, editable_BT: Tensor, proposed_BT: Tensor) -> Tensor:
-        if self.config.editing_threshold is None:
-            return editable_BT
-        sure_N = judged.probability_N > self.config.editing_threshold
-        sure_BT = torch.zeros_like(scored_BT).masked_scatter(scored_BT, sure_N)
-        return editable_BT & sure_BT & (proposed_BT != self.tokens_BT)
-
-    def _advance(self, active_BT: Tensor, edited_BT: Tensor) -> Tensor:
-        """Count the pass; returns the rows that have finished their block, bool [B]."""
-        counts_2B = torch.stack([(self.holes_BT & active_BT).sum(dim=1), edited_BT.sum(dim=1)])
-        finished_B = torch.tensor(self.progress.advance(*counts_2B.tolist()))
-        if self.config.quirks.stop_after_block:
-            self.done_B |= finished_B & (active_BT & (self.tokens_BT == self.config.eos_token_id)).any(dim=1)
-        return finished_B
-
-    def _settle(self, open_block_BT: Tensor) -> Tensor:
-        """Settled tokens; the rows whose text has ended are filled, for nothing behind the end can change it."""
-        config = self.config
-        settled_BT = self.canvas.holes_BT & (self.holes_BT.cumsum(dim=1) == 0)
-        if config.editing_threshold is not None:
-            # What may still be edited has not ended anything yet.
-            settled_BT = settled_BT & ~open_block_BT
-        if not config.end_token_ids:
-            return settled_BT
-        ended_B = self.ends.ended(self.tokens_BT, settled_BT)
-        closed_BT = self.holes_BT & ended_B[:, None]
-        self.tokens_BT = self.tokens_BT.masked_fill(closed_BT, config.end_token_ids[0])
-        self.holes_BT = self.holes_BT & ~closed_BT
-        self.progress.end(ended_B.tolist())
-        return settled_BT | (self.canvas.holes_BT & ended_B[:, None])

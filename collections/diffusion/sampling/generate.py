@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
-from nemo_dllm.collections.diffusion.sampling.denoise import DenoiseStep, denoise
+from nemo_dllm.collections.diffusion.sampling.denoise import denoise
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
+from nemo_dllm.collections.diffusion.sampling.run import DenoiseStep
 from nemo_dllm.collections.diffusion.sampling.stopping import Decode, text_end
 
 TokenRow = Sequence[int] | Tensor

@@ -4,10 +4,13 @@ Shape letters: B rows, L positions of one pass, S slots (one per position and on
 D head size.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, stack_rows
 
 
 class CacheWindow(NamedTuple):
@@ -41,6 +44,24 @@ class KVCache:
         self._padding_slot = positions
         self._held_BS = torch.zeros(rows, positions + 1, dtype=torch.bool, device=device)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def join_rows(cls, picked: Sequence[Picked], positions: int) -> "KVCache":
+        """A cache of rows of several others.
+
+        Args:
+            picked: rows of caches of the same layers; where one has not been written to, it holds nothing.
+            positions: of the longest row, in tokens.
+        """
+        slots = positions + 1
+        joined = cls(0, positions)
+        joined._held_BS = stack_rows(attribute_of(picked, "_held_BS"), slots)
+        for layer in sorted({layer for cache, _ in picked for layer in cache._layers}):
+            kept = [(cache._layers.get(layer, (None, None)), rows) for cache, rows in picked]
+            joined._layers[layer] = tuple(
+                stack_rows([Picked(layer_kept[part], rows) for layer_kept, rows in kept], slots) for part in range(2)
+            )
+        return joined
 
     @property
     def held_BS(self) -> Tensor:

@@ -42,7 +42,10 @@ class CachedDenoiser(Protocol):
     """
 
     def new_cache(self, rows: int, positions: int) -> Any:
-        """An empty cache for ``rows`` rows with positions 0 to ``positions`` - 1; the sampler only hands it back."""
+        """An empty cache for ``rows`` rows with positions 0 to ``positions`` - 1.
+
+        The sampler only hands it back. With ``join_rows``, as ``KVCache`` has it, a server lets rows come and go.
+        """
         ...
 
     def denoise(self, tokens_BL: Tensor, positions_BL: Tensor, cache: Any, *, key_mask_BL: Tensor) -> Tensor:

@@ -4,9 +4,12 @@ Shape letters: B rows, T positions.
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
+
+from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, pick_items
 
 _MASK_64 = (1 << 64) - 1
 
@@ -43,6 +46,13 @@ class RowNoise:
             torch.Generator(device).manual_seed(row_seed(seed, row_id))
             for seed, row_id in zip(seeds, row_ids, strict=True)
         ]
+
+    @classmethod
+    def join_rows(cls, picked: Sequence[Picked]) -> "RowNoise":
+        """The noise of rows of several runs, which go on with the numbers that they have not drawn yet."""
+        joined = copy(picked[0].part)
+        joined._generators = pick_items(attribute_of(picked, "_generators"))
+        return joined
 
     def uniform(self, positions_BT: Tensor, *shape: int) -> Tensor:
         """Float64 numbers in [0, 1), one tensor of ``shape`` for each True of ``positions_BT``, in row-major order."""

@@ -5,6 +5,7 @@ Shape letters: B rows, T canvas positions.
 
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from math import ceil
 from typing import Literal
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
+from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, pick_items
 from nemo_dllm.collections.diffusion.sampling.transfer import SCHEDULES
 
 
@@ -57,6 +59,24 @@ class Progress:
         self._max_post = 0 if config.editing_threshold is None else config.max_post_steps
         self._counts_end_blocks = config.quirks.mask_token_allowed or config.quirks.stray_masks_compete
         self._lockstep = lockstep
+
+    @classmethod
+    def join_rows(cls, picked: Sequence[Picked]) -> "Progress":
+        """Rows of several runs, each at its own block and pass.
+
+        Turns count from here on, for each run from its slowest row: nobody waits for what a run did before.
+        """
+        joined = copy(picked[0].part)
+        for name in ("_plans", "_passes", "_post_passes"):
+            setattr(joined, name, pick_items(attribute_of(picked, name)))
+        turns = [pick_items([pick]) for pick in attribute_of(picked, "_turns")]
+        joined._turns = [turn - min(of_run) for of_run in turns for turn in of_run]
+        return joined
+
+    @property
+    def is_between_blocks(self) -> bool:
+        """Whether no row is in the middle of a block."""
+        return not any(self._passes)
 
     def blocks(self) -> list[int | None]:
         """The block that each row works on in the next pass, None where it has nothing to do."""

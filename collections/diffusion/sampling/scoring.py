@@ -2,13 +2,16 @@
 
 A scorer is called as (tokens_BT, active_BT, scored_BT, device) -> logits_NV: the canvas, the block of each row at hand,
 and the positions to score (some of the active ones), in row-major order. The tensors that it gets are on the CPU, where
-looking into them costs nothing; the logits are on the model's device, and it never waits for that.
+looking into them costs nothing; the logits are on the model's device, and it never waits for that. One whose rows can
+be moved between passes has ``join_rows`` (see ``joining``).
 
 Shape letters: B rows, T canvas positions, L positions of one pass, N scored positions, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from torch import Tensor
 from nemo_dllm.collections.diffusion.sampling.approximate_caches import ApproximateCache, DelayedCache
 from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, gather_window, on_device
 from nemo_dllm.collections.diffusion.sampling.config import DELAYED, SamplerConfig
+from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, join_attribute, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -30,6 +34,12 @@ class WholeCanvas:
         self._model, self._right_shift = model, right_shift
         # A mask that hides nothing would only keep attention off its fast path.
         self._key_mask_BT = canvas.keys_BT if canvas.padded else None
+
+    @classmethod
+    def join_rows(cls, picked: Sequence[Picked], canvas: Canvas) -> "WholeCanvas":
+        """For rows of several runs, of which it keeps nothing."""
+        first = picked[0].part
+        return cls(first._model, canvas, first._right_shift)
 
     def __call__(self, tokens_BT: Tensor, active_BT: Tensor, scored_BT: Tensor, device: torch.device) -> Tensor:
         rows_N, positions_N = scored_BT.nonzero(as_tuple=True)
@@ -60,6 +70,22 @@ class CommittedBlocks:
         self._cache = model.new_cache(*canvas.keys_BT.shape)
         self._committed_BT = torch.zeros_like(canvas.keys_BT)
         self._last_BV = None
+
+    @property
+    def row_parts(self) -> tuple[Any, ...]:
+        """See ``joining``."""
+        return (self._cache,)
+
+    @classmethod
+    def join_rows(cls, picked: Sequence[Picked], canvas: Canvas) -> "CommittedBlocks":
+        """For rows of several runs, with the blocks that they have committed."""
+        width = canvas.keys_BT.shape[1]
+        joined = copy(picked[0].part)
+        joined._canvas, joined._positions_BT = canvas, canvas.positions_BT
+        joined._cache = join_attribute(picked, "_cache", width)
+        joined._committed_BT = stack_rows(attribute_of(picked, "_committed_BT"), width)
+        joined._last_BV = stack_rows(attribute_of(picked, "_last_BV"))
+        return joined
 
     def __call__(self, tokens_BT: Tensor, active_BT: Tensor, scored_BT: Tensor, device: torch.device) -> Tensor:
         lowest = torch.iinfo(torch.int64).min
@@ -103,6 +129,20 @@ class Guided:
     def __init__(self, make: Callable[[], Scorer], hidden_BT: Tensor, mask_token_id: int, scale: float):
         self._conditional, self._unconditional = make(), make()
         self._hidden_BT, self._mask_token_id, self._scale = hidden_BT, mask_token_id, scale
+
+    @property
+    def row_parts(self) -> tuple[Any, ...]:
+        """See ``joining``."""
+        return (self._conditional, self._unconditional)
+
+    @classmethod
+    def join_rows(cls, picked: Sequence[Picked], canvas: Canvas) -> "Guided":
+        """For rows of several runs; each branch joins its own."""
+        joined = copy(picked[0].part)
+        joined._conditional = join_attribute(picked, "_conditional", canvas)
+        joined._unconditional = join_attribute(picked, "_unconditional", canvas)
+        joined._hidden_BT = stack_rows(attribute_of(picked, "_hidden_BT"), canvas.keys_BT.shape[1])
+        return joined
 
     def __call__(self, tokens_BT: Tensor, active_BT: Tensor, scored_BT: Tensor, device: torch.device) -> Tensor:
         hidden_BT = tokens_BT.masked_fill(self._hidden_BT, self._mask_token_id)

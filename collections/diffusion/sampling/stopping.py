@@ -5,11 +5,13 @@ Shape letters: B rows, T canvas positions.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
+from nemo_dllm.collections.diffusion.sampling.joining import Picked
 
 Decode = Callable[[list[int]], str]
 
@@ -53,6 +55,15 @@ class TextEnds:
             )
         self._config, self._decode = config, decode
         self._by_length: list[tuple[int, bool]] = []
+
+    @classmethod
+    def join_rows(cls, picked: Sequence[Picked]) -> "TextEnds":
+        """For rows of several runs; what has been looked at is not looked at again."""
+        joined = copy(picked[0].part)
+        joined._by_length = [
+            ends._by_length[row] if ends._by_length else (0, False) for ends, rows in picked for row in rows
+        ]
+        return joined
 
     def ended(self, tokens_BT: Tensor, settled_BT: Tensor) -> Tensor:
         """Rows that have ended, bool [B].
