@@ -34,6 +34,8 @@ def lists(rows):
         {"editing_threshold": 0.0, "max_post_steps": 2},
         {"cfg_scale": 1.0},
         {"block_size": 1},
+        {"block_size": 1, "right_shift": True, "temperature": 1.0, "seed": 3},
+        {"right_shift": True, "cfg_scale": 1.0, "steps_per_block": 2},
         {"block_size": 64},
         {"eos_token_id": 139, "temperature": 2.0, "seed": 5},
     ],
@@ -119,6 +121,23 @@ def test_infilling_with_committed_blocks(tiny_decoder, fields):
     for row, given, filled in zip(rows, holes, cached.sequences, strict=True):
         kept = [(token, new) for token, hole, new in zip(row, given, filled.tolist(), strict=True) if not hole]
         assert all(token == new for token, new in kept) and M not in filled
+
+
+@pytest.mark.parametrize("prompts, passes", [([[5, 9], [7]], [(2, 2), (2, 1), (2, 1)]), ([[]], [(1, 1)] * 3)])
+def test_shifted_blocks_of_one_token_take_one_pass_each(tiny_decoder, prompts, passes):
+    """The commit of a token scores the next one; only position 0, which has no left neighbour, takes a pass itself."""
+    model, seen = tiny_decoder("sdar"), []
+    forward = model._forward
+    model._forward = lambda tokens_BL, *rest: (seen.append(tuple(tokens_BL.shape)), forward(tokens_BL, *rest))[1]
+    config = SamplerConfig(3, cache="exact", block_size=1, right_shift=True)
+    canvas_BT = torch.full((len(prompts), max(map(len, prompts)) + 3), M)
+    holes_BT = torch.zeros_like(canvas_BT, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        canvas_BT[row, : len(prompt)] = torch.tensor(prompt)
+        holes_BT[row, len(prompt) : len(prompt) + 3] = True
+    key_mask_BT = torch.arange(canvas_BT.shape[1]) < torch.tensor([[len(prompt) + 3] for prompt in prompts])
+    steps = list(denoise(model, canvas_BT, holes_BT, M, config, key_mask_BT))
+    assert len(steps) == 3 and seen == passes
 
 
 @pytest.mark.parametrize("cache", ["approximate_prefix", "approximate_dual"])

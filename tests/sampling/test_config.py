@@ -48,6 +48,8 @@ from nemo_dllm.collections.diffusion.sampling import (
         ({"editing_threshold": 1.1}, "editing_threshold=1.1 must be from 0 to 1"),
         ({"max_post_steps": -1}, "max_post_steps=-1 must be at least 0"),
         ({"cfg_scale": -1.0}, "cfg_scale=-1.0 must be a finite number of at least 0"),
+        ({"cfg_scale": 1e30}, r"cfg_scale=1e\+30 must be .* at least 0, which is no guidance, and at most 1000000"),
+        ({"cfg_scale": math.nan}, "cfg_scale=nan must be a finite number of at least 0"),
         ({"eos_penalty": math.inf}, "eos_penalty=inf must be a finite"),
         ({"stop_strings": ("x",)}, r"stop_strings=\('x',\) need a token to fill an ended row with; set eos_token_id"),
         ({"stop_strings": "stop", "eos_token_id": 0}, "stop_strings='stop' is a single text; give a tuple of texts"),

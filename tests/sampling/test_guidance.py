@@ -62,6 +62,19 @@ def test_in_infilling_the_given_tokens_are_masked():
     assert [tokens for tokens, _ in model.seen] == [[[1, 3, 2, 3]], [[3, 3, 3, 3]]]
 
 
+@pytest.mark.parametrize("logit", [30.0, 65504.0])
+def test_the_largest_scale_still_tells_tokens_apart(logit):
+    """Token 2 is what the prompt adds most; where both halves agree, nothing is multiplied to NaN."""
+
+    def model(tokens_BT, *, key_mask_BT):
+        with_prompt, without = torch.tensor([-logit, 0.5 * logit, logit, 0.0]), torch.tensor([logit, 0.0, -logit, 0.0])
+        rows_BV = torch.where(tokens_BT[:, :1] == 1, with_prompt, without)
+        return rows_BV[:, None].expand(-1, tokens_BT.shape[1], -1)
+
+    config = SamplerConfig(2, cfg_scale=1e6, temperature=1.0, seed=0)
+    assert generate(model, [[1]], config, mask_token_id=3).completions[0].tolist() == [2, 2]
+
+
 @pytest.mark.parametrize("fields", [{}, {"cfg_keep_token_ids": (8,)}, {"block_size": 3, "temperature": 0.5, "seed": 1}])
 def test_a_guided_batch_gives_what_its_rows_give_alone(context_model, fields):
     config = SamplerConfig(6, cfg_scale=1.5, **fields)

@@ -13,7 +13,8 @@ from nemo_dllm.collections.diffusion.sampling.selection import judge, select_com
 def select(probabilities, quota=1, candidates=None, **fields):
     """Positions committed in one row whose positions propose token 0 with these probabilities."""
     given_NV = torch.tensor([[p, 1 - p] for p in probabilities])
-    proposed = Predictions(torch.zeros(len(probabilities), dtype=torch.int64), given_NV, None)
+    drawn_N = torch.full((len(probabilities),), 0.5, dtype=torch.float64)
+    proposed = Predictions(torch.zeros(len(probabilities), dtype=torch.int64), given_NV, lambda: drawn_N)
     scored_BT = torch.ones(1, len(probabilities), dtype=torch.bool)
     candidates_BT = scored_BT if candidates is None else torch.tensor([candidates])
     config = SamplerConfig(**fields)
@@ -74,6 +75,10 @@ def test_order_at_a_temperature_follows_the_scores():
     draws = select_commits(judge(proposed, config), scored_BT, scored_BT, one_each_B, config).sum(dim=0)
     expected = (scores / 0.25).softmax(dim=0) * rows
     assert ((draws - expected) ** 2 / expected).sum() < 18.4  # 2 degrees of freedom, 1 in 10,000
+
+
+def test_a_temperature_next_to_0_keeps_the_order():
+    assert select([0.1, 0.3, 0.2], remasking_temperature=1e-300) == [1]
 
 
 def test_tempered_confidence_loses_the_order(table_model):

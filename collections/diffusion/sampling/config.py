@@ -14,6 +14,8 @@ from nemo_dllm.collections.diffusion.sampling.setting_types import of_type
 from nemo_dllm.collections.diffusion.sampling.transfer import SCHEDULES
 
 DELAYED = "approximate_delayed"
+LARGEST_CFG_SCALE = 1_000_000
+"""Times the difference of two logits of any model it stays far inside float32, where infinity times 0 would be NaN."""
 CACHES = ("exact", "approximate_prefix", "approximate_dual", DELAYED)
 
 
@@ -60,7 +62,7 @@ class SamplerConfig:
             probability above this; in [0, 1]. None never edits (LLaDA2.1).
         max_post_steps: steps that a full block gets for edits, at least 0; it ends earlier when nothing changes.
         cfg_scale: classifier-free guidance: logits are u + (cfg_scale + 1) * (c - u), u with the given tokens masked;
-            at least 0, which is no guidance.
+            from 0, which is no guidance, to 1000000.
         cfg_keep_token_ids: given tokens that stay visible in u.
         right_shift: True if the logits at position i score position i + 1, as in models converted from autoregressive
             ones. Position 0 has no left neighbour and uses its own logits.
@@ -217,7 +219,11 @@ _RULES = (
         "must be from 0 to 1, it is compared with a probability; leave it None to edit nothing",
     ),
     _Rule("max_post_steps", _at_least(0), "must be at least 0"),
-    _Rule("cfg_scale", _finite_from_0, "must be a finite number of at least 0, which is no guidance"),
+    _Rule(
+        "cfg_scale",
+        lambda scale, _: 0 <= scale <= LARGEST_CFG_SCALE,
+        f"must be a finite number of at least 0, which is no guidance, and at most {LARGEST_CFG_SCALE}",
+    ),
     _Rule("eos_penalty", _finite_from_0, "must be a finite number of at least 0"),
     _Rule(
         "stop_strings",

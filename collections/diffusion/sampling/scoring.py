@@ -93,17 +93,21 @@ class CommittedBlocks:
         earlier_BT = self._canvas.keys_BT & (self._canvas.blocks_BT < current_B1)
         self._commit(tokens_BT, earlier_BT & ~self._committed_BT, device)
         window = gather_window(active_BT)
+        rows_N, columns_N = (scored_BT.gather(1, window.index_BL) & window.valid_BL).nonzero(as_tuple=True)
+        has_neighbour_B = self._committed_BT.any(dim=1)
+        if self._right_shift and not columns_N.any() and has_neighbour_B[rows_N].all():
+            # With blocks of one token always so: the commit has given all that would be read of a pass.
+            return self._last_BV[on_device(rows_N, device)]
         given = window.take(tokens_BT, self._positions_BT, device)
         logits_BLV = self._model.denoise(*given[:2], self._cache, key_mask_BL=given.key_mask_BL)
         if self._right_shift:
             # The left neighbour of a block's first position is the last committed one; without any, as at position 0.
             first_BV = logits_BLV[:, 0]
             if self._last_BV is not None:
-                has_neighbour_B1 = on_device(self._committed_BT.any(dim=1, keepdim=True), device)
+                has_neighbour_B1 = on_device(has_neighbour_B[:, None], device)
                 first_BV = torch.where(has_neighbour_B1, self._last_BV, first_BV)
             logits_BLV = torch.cat([first_BV[:, None], logits_BLV[:, :-1]], dim=1)
-        places = (scored_BT.gather(1, window.index_BL) & window.valid_BL).nonzero(as_tuple=True)
-        return logits_BLV[tuple(on_device(place_N, device) for place_N in places)]
+        return logits_BLV[on_device(rows_N, device), on_device(columns_N, device)]
 
     def _commit(self, tokens_BT: Tensor, pending_BT: Tensor, device: torch.device) -> None:
         if not pending_BT.any():

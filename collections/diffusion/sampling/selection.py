@@ -37,7 +37,8 @@ def judge(predictions: Predictions, config: SamplerConfig) -> Judged:
     if config.remasking_temperature > 0:
         # The largest of score / T plus Gumbel noise are a draw without replacement (Kool et al. 2019).
         noise_N = gumbel(predictions.draw_uniform_N().double())
-        scores_N = scores_N / config.remasking_temperature + noise_N
+        # In float32 a temperature next to 0 would be 0, and every score infinite.
+        scores_N = scores_N.double() / config.remasking_temperature + noise_N
     probability_N = predictions.chosen_probability()
     # float64 holds every token id, and float32 without rounding.
     moved_3N = torch.stack([values.double() for values in (predictions.tokens_N, scores_N, probability_N)]).cpu()
