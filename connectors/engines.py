@@ -14,7 +14,8 @@ from nemo_dllm.connectors.engine_layouts import LMDEPLOY, SGLANG, Layout
 from nemo_dllm.connectors.facts import CheckpointFacts, read_facts
 from nemo_dllm.connectors.families.registry import FAMILIES, family_of, find_family
 from nemo_dllm.connectors.family import Family
-from nemo_dllm.connectors.hf_export import export_hf_checkpoint, load_model_context
+from nemo_dllm.connectors.hf_export import export_hf_checkpoint
+from nemo_dllm.connectors.model_context import load_model_context
 from nemo_dllm.connectors.new_folder import refuse_existing, replace_folder, unfinished_sibling
 from nemo_dllm.connectors.safetensors_writer import TensorHeader
 from nemo_dllm.connectors.shard_layout import json_bytes, read_shard_layout
@@ -112,11 +113,12 @@ def export_for_engine(
     Raises:
         FileExistsError: where ``output_path`` exists and ``overwrite`` is False.
         FileNotFoundError, ValueError: where ``path`` is no checkpoint of a diffusion model.
-        ValueError: where there is no such engine, it does not serve the family, or would load another model.
+        ValueError: where there is no such engine, it does not serve the family, or would load another model, and where
+            ``output_path`` contains ``path``.
     """
     target = find_engine(engine)
     path, output_path = Path(path), Path(output_path)
-    refuse_existing(output_path, overwrite)
+    refuse_existing(output_path, overwrite, reads=(path,))
     is_hf = (path / CONFIG_FILE).is_file() and not (path / "context").is_dir()
     family, trained_in_blocks = _hf_family(path) if is_hf else _nemo_family(path)
     _refuse_unserved(target, family)
@@ -199,7 +201,8 @@ def _finish(folder: Path, engine: Engine, facts: CheckpointFacts) -> tuple[int, 
     layout = engine.layouts[served.architecture]
     described = family.config.to_hf(hf_to_nemo_config(folder))
     silent = {f"{name}_token_id": facts.special_token_ids.get(f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    absent = layout.fields - checkpoint.config.keys()
+    # Null says nothing, and to an engine that it is False.
+    absent = {name for name in layout.fields if checkpoint.config.get(name) is None}
     config = checkpoint.config | {name: value for name, value in (silent | described).items() if name in absent}
     config |= {"architectures": [served.architecture], "model_type": served.exported_as or served.model_type}
     config |= {"mask_token_id": facts.mask_token_id, "block_size": facts.block_size}
