@@ -22,6 +22,8 @@ from pathlib import Path
 from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
+GRACE_SECONDS = 60
+"""For a command to end when it is told to; torchrun gives its processes half of that."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ def main() -> None:
             for tag, command in GROUPS[name].commands.items():
                 console.print(f"  {tag}: {command}", markup=False)
         return
+    there = {tag for name in arguments.groups for tag in GROUPS[name].commands}
+    if not arguments.groups or not there.issuperset(arguments.only or ()):
+        parser.error(f"name groups ({', '.join(GROUPS)}), and with --only tags of theirs; --list shows them")
     arguments.out.mkdir(parents=True, exist_ok=True)
     codes = [code for name in arguments.groups for code in run_group(GROUPS[name], arguments, console)]
     sys.exit(any(codes))
@@ -74,23 +79,26 @@ def run_group(group: Group, arguments: argparse.Namespace, console: Console) -> 
 
 
 def run_command(tag: str, command: str, timeout: int, arguments: argparse.Namespace, console: Console) -> int:
-    """Exit code of one command, 124 where it was ended at its time; its output goes to the folder of results."""
+    """Exit code of one command, 124 where it was ended at its time; its output goes to the folder of results.
+
+    It is asked to end first: torchrun takes the processes that it has started along.
+    """
     words = shlex.split(command.format(out=arguments.out, files=arguments.files))
     words = [sys.executable if word == "python" else word for word in words]
     log = arguments.out / f"{tag}.log"
     began = time.monotonic()
     with log.open("w") as output:
-        try:
-            code = subprocess.run(
-                words,
-                cwd=ROOT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=timeout,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = 124
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        with subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment) as process:
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = 124
+                process.terminate()
+                try:
+                    process.wait(GRACE_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
     last = next((line for line in reversed(log.read_text(errors="replace").splitlines()) if line.strip()), "")
     console.print(f"{tag}: exit {code}, {time.monotonic() - began:.0f} s: {last.strip()[:300]}", markup=False)
     return code
