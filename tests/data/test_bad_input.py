@@ -117,6 +117,8 @@ def test_links_pipes_and_inputs_named_twice(tmp_path):
     file = tmp_path / "data" / "a.jsonl"
     file.write_bytes(GOOD)
     (tmp_path / "data" / "loop").symlink_to(tmp_path / "data")
+    # As an editor leaves beside a file that is open.
+    (tmp_path / "data" / ".#a.jsonl").symlink_to("user@host.1")
     assert [source.name for source in find_sources([tmp_path / "data"])] == [str(file)]
     again = str(tmp_path / "data" / "loop" / "a.jsonl")
     sources = find_sources([tmp_path / "data", again])
@@ -203,3 +205,5 @@ def test_other_errors_of_files_are_left_alone(tmp_path):
         raise FileNotFoundError(errno.ENOENT, "nothing", "file")
     with pytest.raises(OSError, match="Input/output error"), full_disk_named(tmp_path):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
+    with pytest.raises(OSError, match="^no tokenizer in that folder$"), full_disk_named(tmp_path):
+        raise OSError("no tokenizer in that folder")

@@ -83,14 +83,11 @@ def test_a_worker_stays_flat_over_an_epoch(mapped_corpus, packing):
 
 
 RACER = """
-import json, sys, time
+import sys, time
 from pathlib import Path
-import numpy as np
 from transformers import AutoTokenizer
-from nemo_dllm.collections.diffusion.data import supervised_tokens
 from nemo_dllm.collections.diffusion.data.chat_encoder import ChatEncoder
 from nemo_dllm.collections.diffusion.data.chat_template import ChatTemplate
-from nemo_dllm.collections.diffusion.data.documents import records_of
 from nemo_dllm.collections.diffusion.data.sources import find_sources
 from nemo_dllm.collections.diffusion.data.supervised_tokens import cached_supervised
 
@@ -114,7 +111,12 @@ def test_two_processes_fill_the_cache_at_once(tmp_path, tokenizer):
         subprocess.Popen([*command, name, str(tokenizer)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for name in ("one", "two")
     ]
-    outputs = [racer.communicate(timeout=400) for racer in racers]
+    try:
+        outputs = [racer.communicate(timeout=400) for racer in racers]
+    finally:
+        # One whose rival has not come would wait for ever.
+        for racer in racers:
+            racer.kill()
     assert [racer.returncode for racer in racers] == [0, 0], outputs
     assert outputs[0][0] == outputs[1][0]
     assert outputs[0][0].split()[1:] == ["3000", str(3000 * 51)]

@@ -166,7 +166,7 @@ def test_errors(module, build, folder, tmp_path):
         r"split=\(nan, 1, 0\) must be shares": {"split": (float("nan"), 1, 0)},
         r"paths=\[\] names no corpus": {"paths": []},
         "paths has 'x.bin' 2 times; name it once, with the sum of its weights": {"paths": ["x.bin", "y", "./x"]},
-        "validation_paths has 'v' 2 times": {"validation_paths": ["v", "v"]},
+        "validation_paths has 'v' 2 times": {"validation_paths": ["v", "v", "w", "w", "w"]},
     }
     for message, fields in cases.items():
         with pytest.raises(ValueError, match=message):

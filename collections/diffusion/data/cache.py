@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OF_NUMPY = re.compile(r"\d+ requested and \d+ written")
 
 
 def content_key(parts: Iterable[str | bytes]) -> str:
@@ -31,8 +33,8 @@ def full_disk_named(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # numpy's own has no number, only how much it wrote.
-        if type(error) is not OSError or error.errno not in (None, *_FULL):
+        # numpy's own has no number, only how much of what it was to write it wrote.
+        if error.errno not in _FULL and not (error.errno is None and _OF_NUMPY.fullmatch(str(error))):
             raise
         number = error.errno or errno.ENOSPC
         raise OSError(number, f"{os.strerror(number)} while writing in '{folder}': make room there") from error

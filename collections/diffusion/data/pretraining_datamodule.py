@@ -179,8 +179,9 @@ def _borders(num_documents: int, shares: Sequence[float]) -> list[int]:
 
 def _check_paths(name: str, paths: Sequence[str | Path]) -> None:
     files = [os.path.realpath(str(path).removesuffix(".idx").removesuffix(".bin")) for path in paths]
-    if repeated := [path for path, file in zip(paths, files, strict=True) if files.count(file) > 1]:
-        raise ValueError(f"{name} has '{repeated[0]}' {len(repeated)} times; name it once, with the sum of its weights")
+    for path, file in zip(paths, files, strict=True):
+        if (times := files.count(file)) > 1:
+            raise ValueError(f"{name} has '{path}' {times} times; name it once, with the sum of its weights")
 
 
 def _listed(paths: str | Path | Sequence[str | Path]) -> list[str | Path]:

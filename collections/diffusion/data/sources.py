@@ -93,8 +93,8 @@ def _files_in(folder: Path, format: str | None) -> list[Source]:
     found = [
         _file_source(file, None)
         for file in sorted(folder.rglob("*"))
-        if format_of(file) and file.name not in _DESCRIPTIONS and _is_file(file)
         if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if format_of(file) and file.name not in _DESCRIPTIONS and _is_file(file)
     ]
     formats = {source.format for source in found}
     wanted = {format} if format else formats - {"text"} or formats
