@@ -188,10 +188,11 @@ def test_no_header_is_made_of_what_a_client_sends(server):
 
 
 def test_a_body_that_does_not_arrive(kit, monkeypatch):
-    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.3)
     with kit.running(kit.ToyModel()) as server:
         begun = b'POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"prompt'
-        assert exchange(server, begun).startswith(b"HTTP/1.1 408 ")
+        with monkeypatch.context() as hasty:
+            hasty.setattr(middleware, "BODY_SECONDS", 0.3)
+            assert exchange(server, begun).startswith(b"HTTP/1.1 408 ")
         assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}).status_code == 200
 
 

@@ -196,12 +196,15 @@ class BatchingEngine:
             self._hand_out(step, batch.rows)
 
     def _fail(self, error: Exception) -> None:
-        left = [row for row in self._running if row.is_live]
-        self._running, self._batch = [], None
+        # Whoever closes the engine meanwhile must find the rows in one place or the other.
+        with self._changed:
+            left = [row for row in self._running if row.is_live]
+            self._running, self._batch = [], None
+            if len(left) > 1:
+                # One row must not take the others with it, and each repeats alone what it has delivered.
+                self._alone.extend(left)
         if len(left) > 1:
             logger.warning("a batch of %d rows failed, which are tried one by one: %r", len(left), error)
-            # One row must not take the others with it, and each repeats alone what it has delivered.
-            self._alone.extend(left)
             return
         logger.error("a row failed", exc_info=error)
         for row in left:
