@@ -33,11 +33,14 @@ def megatron_on_one_process():
 def forks():
     """Processes forked from one that has imported NeMo, for runs that need torch.distributed to themselves.
 
-    They see no CUDA device: what they show must hold bit for bit, and two ranks need no two devices.
+    They see no CUDA device: what they show must hold bit for bit, and two ranks need no two devices. What still runs in
+    the end is killed, or pytest would wait for it.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("CUDA_VISIBLE_DEVICES", "")
         multiprocessing.forkserver.ensure_running()
-    return context
+    yield context
+    for process in multiprocessing.active_children():
+        process.kill()

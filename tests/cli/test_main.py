@@ -216,7 +216,7 @@ def workplace(tmp_path_factory):
             "COLUMNS": "200",
         }
         result = subprocess.run(
-            [commands / program, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=140
+            [commands / program, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
         )
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         return result

@@ -15,7 +15,7 @@ TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 SPEECH = "".join(f"ROMEO:\nIt is the east, and line {i} is the sun.\n\n" for i in range(600))
 
 
-def run(*command, cwd, timeout=280) -> str:
+def run(*command, cwd, timeout=400) -> str:
     result = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=cwd,

@@ -92,7 +92,7 @@ def run_job(forks, tmp_path_factory):
             process.start()
             processes.append(process)
         for process in processes:
-            process.join(timeout=120)
+            process.join(timeout=300)
             if process.is_alive():
                 process.kill()
         assert [process.exitcode for process in processes] == [exit_code] * ranks

@@ -41,7 +41,7 @@ def run_ranks(forks, tmp_path_factory):
         for process in processes:
             process.start()
         for process in processes:
-            process.join(timeout=120)
+            process.join(timeout=300)
         assert [process.exitcode for process in processes] == [0] * ranks
         return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(ranks)]
 

@@ -11,7 +11,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU run
 
 def run(code):
     """Output of a script in a fresh process, without the warnings of what it imports."""
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return result.stdout.split()
 

@@ -226,7 +226,7 @@ def sharded(tmp_path_factory):
             )
             for rank in range(2)
         ]
-        assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]
+        assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
         return [torch.load(folder / f"rank{rank}") for rank in range(2)]
 
     return run_on_two_ranks

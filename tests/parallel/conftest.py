@@ -28,7 +28,7 @@ class Pool:
             theirs.close()
             self.pipes.append(ours)
 
-    def run(self, function, timeout=100, **arguments):
+    def run(self, function, timeout=300, **arguments):
         """Results of a function of layout_jobs.py on each rank."""
         self.jobs += 1
         job = str(self.folder / f"job{self.jobs}")

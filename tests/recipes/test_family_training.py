@@ -35,7 +35,7 @@ def test_from_a_folder_to_a_folder(forks, tmp_path, family):
     script = Path(__file__).with_name("family_jobs.py")
     process = forks.Process(target=runpy.run_path, args=(str(script), {"job": job}, "__main__"))
     process.start()
-    process.join(timeout=200)
+    process.join(timeout=300)
     assert process.exitcode == 0
     before, after = (load_file(folder / "model.safetensors") for folder in (MODELS / checkpoint, tmp_path / "hf"))
     assert before.keys() == after.keys()

@@ -33,7 +33,7 @@ def test_from_a_folder_to_a_folder(tmp_path, monkeypatch, checkpoint):
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=runpy.run_path, args=(str(script), {"job": job}, "__main__"))
     process.start()
-    process.join(timeout=250)
+    process.join(timeout=400)
     assert process.exitcode == 0
     before, after = (load_file(folder / "model.safetensors") for folder in (MODELS / checkpoint, tmp_path / "hf"))
     assert before.keys() == after.keys()

@@ -228,7 +228,7 @@ def test_a_killed_import_leaves_nothing_that_loads(forks, source, single_process
     job = (source, tmp_path / "nemo")
     process = forks.Process(target=runpy.run_path, args=(str(script), {"job": job}, "__main__"))
     process.start()
-    process.join(timeout=100)
+    process.join(timeout=300)
     assert process.exitcode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".nemo.unfinished") and (left / "weights" / ".metadata").is_file()

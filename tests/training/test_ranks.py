@@ -117,9 +117,7 @@ DAMAGES = {
     "a rank's files missing": pieces_of_rank(0),
     "a shard that lost its last byte": lambda weights: cut_one_byte(max(weights.glob("*.distcp"))),
     "context cut short": lambda weights: os.truncate(weights.parent / "context" / "io.json", 20),
-    "marker of an unfinished save": lambda weights: weights.parent.with_name(
-        f"{weights.parent.name}-unfinished"
-    ).touch(),
+    "marker of an unfinished save": lambda weights: marker_of(weights.parent).touch(),
 }
 
 
@@ -141,7 +139,7 @@ def cut_one_byte(file):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_a_broken_checkpoint_is_told_by(killed, damage, caplog):
+def test_what_a_broken_checkpoint_is_told_by(killed, damage):
     from nemo_dllm.collections.diffusion.training.checkpoints import damage_of, latest_checkpoint
 
     kept = checkpoints_of(killed)
