@@ -60,7 +60,7 @@ def slurm() -> run.Config[run.SlurmExecutor]:
 
 @dataclass(kw_only=True)
 class FitToTrainer(run.Plugin):
-    """Gives a Slurm or local executor the nodes and processes that a recipe's trainer asks for.
+    """Gives a Slurm or local executor the nodes and processes, and the environment, that a recipe's trainer asks for.
 
     From Python: ``run.run(recipe, executor=executor, plugins=FitToTrainer())``.
     """
@@ -74,6 +74,9 @@ class FitToTrainer(run.Plugin):
         if not isinstance(task, run.Partial) or task.__fn_or_cls__ not in (pretrain, finetune):
             return
         devices = number_of_devices(task.trainer)
+        if getattr(task.trainer.strategy, "fsdp", None) == "megatron":
+            # One connection would keep weights from being gathered while others compute.
+            executor.env_vars.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         if isinstance(executor, run.LocalExecutor):
             executor.nodes, executor.ntasks_per_node = task.trainer.num_nodes, devices
         elif isinstance(executor, run.SlurmExecutor):

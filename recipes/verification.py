@@ -59,5 +59,5 @@ def _reason(found: Verification) -> str:
         return f"{len(found.unmatched)} tensors are on one side only"
     worst = _worst([*found.weights, *found.logits])
     if found.facts and worst.max_error <= found.tolerance:
-        return f"{', '.join(found.facts)}"
+        return ", ".join(found.facts)
     return f"{worst.name} differs by {worst.max_error:.2e}, more than the tolerance of {found.tolerance:g}"

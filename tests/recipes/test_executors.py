@@ -183,6 +183,13 @@ def test_the_number_of_devices_has_to_be_known(tiny, devices, number):
         number_of_devices(tiny.trainer)
 
 
+@pytest.mark.parametrize("fsdp", [None, "megatron"])
+def test_a_fully_sharded_run_has_all_connections(prepared, two_nodes, fsdp):
+    two_nodes.trainer.strategy.fsdp = fsdp
+    script, _ = prepared(two_nodes, slurm_executor())
+    assert ("export CUDA_DEVICE_MAX_CONNECTIONS=1\n" in script) == (fsdp is None)
+
+
 def test_tasks_of_others_keep_their_executor():
     import nemo_run as run
     from nemo.collections import llm
