@@ -23,7 +23,7 @@ import_nemo_quietly()
 import fiddle as fdl  # noqa: E402
 import nemo_run as run  # noqa: E402
 import torch  # noqa: E402
-from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel  # noqa: E402
+from layout_models import forget_layout  # noqa: E402
 from train import Clock, one_device_recipe  # noqa: E402
 
 from nemo_dllm.collections.diffusion.data.supervised_datamodule import SupervisedDataModule  # noqa: E402
@@ -89,16 +89,6 @@ def count_tokens(data: SupervisedDataModule, arguments: argparse.Namespace) -> t
     return [sum(real[at : at + arguments.sequences]) for at in steps], sum(len(row["tokens"]) for row in rows)
 
 
-def forget_run() -> None:
-    """Let the next run begin anew in this process."""
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
-    tensor_parallel.get_cuda_rng_tracker().reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def main() -> None:
     """Parse the command line, run the recipe in each way, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -123,7 +113,9 @@ def main() -> None:
         )
         for way in WAYS:
             rows.append(measure(arguments, way, tokenizer, Path(folder)))
-            forget_run()
+            forget_layout()
+            gc.collect()
+            torch.cuda.empty_cache()
     for row in rows:
         row["ratio"] = round(row["tokens/s"] / rows[0]["tokens/s"], 2)
         print("  ".join(f"{name}: {value}" for name, value in row.items()))
