@@ -83,10 +83,12 @@ def read_questions(file: Path, number: int) -> list[dict]:
     """The first lines of a file.
 
     Raises:
-        ValueError: a line has no question or no answer; names it.
+        ValueError: a line has no question or no answer, which names it, or there is none.
     """
     [source] = find_sources([file])
     records = list(itertools.islice(records_of(source), number))
+    if not records:
+        raise ValueError(f"{file} has no question to ask, or --questions={number} asks none")
     for record in records:
         if record.problem or not {"question", "answer"} <= record.fields.keys():
             raise ValueError(f"{file}:{record.number}: {record.problem or 'there is no question or no answer'}")
