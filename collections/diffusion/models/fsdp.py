@@ -76,8 +76,10 @@ class FullyShardedStrategy(nl.MegatronStrategy):
         """As NeMo's, which would first gather all weights on every rank."""
         self._name_parts()
         self.ddp_config.overlap_param_gather = False
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        self.ddp_config.overlap_param_gather = True
+        try:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        finally:
+            self.ddp_config.overlap_param_gather = True
 
     def load_checkpoint(self, checkpoint_path, selective_restore: bool = False) -> dict:
         """As NeMo's."""
