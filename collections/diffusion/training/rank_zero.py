@@ -49,7 +49,8 @@ def told_by_rank_zero(trainer: pl.Trainer, find_out: Callable[[], str | None], a
 
 def _shared(trainer: pl.Trainer, answer: dict, about: str) -> dict:
     """Rank 0's answer, on all ranks."""
-    if torch.distributed.is_initialized():
+    # A group of another size is not the trainer's: a conversion or a sampler of this process has left it open.
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() == trainer.world_size:
         answers = [answer]
         torch.distributed.broadcast_object_list(answers, src=0)
         return answers[0]
