@@ -12,6 +12,7 @@ from megatron.core.optimizer import OptimizerConfig
 from nemo import lightning as nl
 from nemo.lightning.pytorch.optim import CosineAnnealingScheduler, MegatronOptimizerModule
 
+from nemo_dllm.collections.diffusion.training.checkpoints import CommonModelCheckpoint
 from nemo_dllm.collections.diffusion.training.expert_load import ExpertLoad
 from nemo_dllm.collections.diffusion.training.loss_scale import LossScale
 from nemo_dllm.collections.diffusion.training.metrics import DiffusionMetrics
@@ -203,7 +204,7 @@ def _log(name: str, dir: str | None) -> run.Config:
         log_dir=dir,
         use_datetime_version=False,
         ckpt=run.Config(
-            nl.ModelCheckpoint,
+            CommonModelCheckpoint,
             monitor="val_loss",
             mode="min",
             save_top_k=1,

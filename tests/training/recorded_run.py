@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import fiddle as fdl
@@ -118,6 +119,17 @@ def kill_save_after(step, point, trainer):
     setattr(owner, name, staticmethod(killed) if static else killed)
 
 
+def look_late(seconds):
+    """Let this rank look into the folder of checkpoints later than the others."""
+    look = ModelCheckpoint._saved_checkpoint_paths.fget
+
+    def late(callback):
+        time.sleep(seconds)
+        return look(callback)
+
+    ModelCheckpoint._saved_checkpoint_paths = property(late)
+
+
 # What is about to happen, or has just happened.
 POINTS = {
     "no file": (FileSystemWriterAsync, "write_preloaded_data", False),
@@ -133,7 +145,7 @@ POINTS = {
 def main(
     folder, records, rank, ranks, killed_after, precision, factory, edits,
     killed_by=signal.SIGKILL, killed_rank=None, interrupted_save=None, killed_save=None, launched=False,
-    lora_from=None,
+    lora_from=None, late_rank=None,
 ):  # fmt: skip
     if launched:
         rank = int(os.environ["RANK"])
@@ -156,6 +168,8 @@ def main(
     trainer = built.keywords["trainer"]
     if not launched:
         trainer.strategy.store = torch.distributed.FileStore(f"{records}/store", ranks)
+    if rank == late_rank:
+        look_late(3)
     if killed_rank not in (None, rank):
         killed_after = None
     recorder = Recorder(Path(records) / f"record{rank}", killed_after, killed_by)

@@ -48,6 +48,11 @@ def test_a_rank_that_sees_more_than_rank_0_follows_it_too(run_recipe, straight, 
     assert_losses(run_recipe([killed, other], **TWO), straight, 3)
 
 
+def test_a_rank_that_looks_after_rank_0_has_removed_a_checkpoint_removes_it_too(run_recipe, straight, killed):
+    """Two checkpoints where one is kept: without a common list one rank waits for the other's barrier for ever."""
+    assert_losses(run_recipe(killed, signals={"late_rank": 1}, **TWO), straight, 6)
+
+
 def of_rank(rank, store):
     return SimpleNamespace(world_size=2, global_rank=rank, strategy=SimpleNamespace(store=store))
 

@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from nemo.utils import logging
 from torch.distributed.checkpoint import FileSystemReader
@@ -30,6 +31,21 @@ _DAMAGE = (
     KeyError,
     TypeError,
 )
+
+
+class CommonModelCheckpoint(ModelCheckpoint):
+    """NeMo's ``ModelCheckpoint``, whose ranks go by what rank 0 finds in the folder.
+
+    At the start of a run rank 0 removes checkpoints beyond ``save_top_k``, and all ranks meet at a barrier for each.
+    One that looks into the folder after that would count fewer, miss a barrier and hang in another collective.
+    """
+
+    @property
+    def _saved_checkpoint_paths(self) -> list[Path]:
+        found = [list(super()._saved_checkpoint_paths)]
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(found, src=0)
+        return found[0]
 
 
 def is_complete(checkpoint: Path) -> bool:
