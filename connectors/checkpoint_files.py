@@ -11,7 +11,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nemo_dllm.connectors.json_files import read_json_object
-from nemo_dllm.connectors.new_folder import refuse_existing, refuse_unfinished, replace_folder, unfinished_sibling
+from nemo_dllm.connectors.new_folder import (
+    name_full_disk,
+    refuse_existing,
+    refuse_unfinished,
+    replace_folder,
+    unfinished_sibling,
+)
 from nemo_dllm.connectors.safetensors_writer import DTYPE_NAMES, SafetensorsFile, TensorHeader
 from nemo_dllm.connectors.shard_layout import (
     SAFETENSORS_FILE,
@@ -258,8 +264,7 @@ def write_hf_checkpoint(
             (unfinished / name).write_bytes(files[name])
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, f"{out_dir} could not be written; is the disk full? ({error})") from error
+        name_full_disk(error, out_dir)
         raise
     replace_folder(unfinished, out_dir)
     return out_dir

@@ -1,6 +1,5 @@
 """From a Hugging Face checkpoint to a NeMo checkpoint that trainings start from."""
 
-import errno
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from nemo_dllm.connectors.config import hf_to_nemo_config
 from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.load import export_dtypes, export_hf_tensors, load_hf_weights
 from nemo_dllm.connectors.nemo_tokenizer import nemo_tokenizer
-from nemo_dllm.connectors.new_folder import refuse_existing, replace_folder, unfinished_sibling
+from nemo_dllm.connectors.new_folder import name_full_disk, refuse_existing, replace_folder, unfinished_sibling
 from nemo_dllm.connectors.summary import TensorTally, conversion_summary
 from nemo_dllm.connectors.vocabulary_growth import check_mask_init
 
@@ -79,8 +78,7 @@ def import_hf_checkpoint(
         (unfinished / SUMMARY_FILE).write_bytes(_summary(source, tally, mask_init))
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(error.errno, f"{output_path} could not be written; is the disk full? ({error})") from error
+        name_full_disk(error, output_path)
         raise
     replace_folder(unfinished, output_path)
     adopt_import(model, output_path)

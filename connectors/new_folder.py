@@ -1,5 +1,6 @@
 """Folders that appear complete under their name, or not at all."""
 
+import errno
 import os
 import re
 import shutil
@@ -8,6 +9,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _LEFT = re.compile(r"\.(?P<folder>.+)\.(?P<kind>unfinished|old)-(?P<host>.+)-(?P<process>\d+)")
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def name_full_disk(error: BaseException, folder: Path) -> None:
+    """Raise the error of a full disk again with the folder that was written to; others pass.
+
+    Raises:
+        OSError: where ``error`` is one of a full disk, a quota or a limit on files.
+    """
+    if isinstance(error, OSError) and error.errno in _FULL:
+        raise OSError(error.errno, f"{folder} could not be written; is the disk full? ({error})") from error
 
 
 def refuse_existing(folder: Path, overwrite: bool, reads: Iterable[Path] = ()) -> None:

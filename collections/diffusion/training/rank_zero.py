@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 # A store gives up after minutes by itself; one that rank 0 has left raises at once.
 _PATIENCE = timedelta(days=1)
 # Errors of set-up by the name that the other ranks get; all else is a RuntimeError there.
-_ERRORS = {error.__name__: error for error in (ValueError, FileNotFoundError, OSError)}
+_ERRORS = {error.__name__: error for error in (ValueError, OSError, *OSError.__subclasses__())}
 
 
 def told_by_rank_zero(trainer: pl.Trainer, find_out: Callable[[], str | None], about: str = "checkpoint") -> str | None:
