@@ -9,13 +9,18 @@ from collections.abc import Mapping
 USAGE = 2
 """Exit code of what a user can mend, as shells and the parsers of options have it."""
 
+_BUILDING = "\n\nFiddle context:"
+"""Before the paragraph that fiddle appends where a recipe cannot be built: a setting has no meaning."""
+
 
 def is_for_users(error: BaseException) -> bool:
-    """Whether one of our checks raised it, or the reader of arguments."""
+    """Whether one of our checks raised it, the reader of arguments, or a constructor that a recipe calls."""
     if type(error).__module__.startswith("nemo_run.cli"):
         return True
     if not isinstance(error, ValueError | OSError):
         return False
+    if _BUILDING in str(error):
+        return True
     traceback = error.__traceback__
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
@@ -25,7 +30,7 @@ def is_for_users(error: BaseException) -> bool:
 
 def one_line(error: BaseException) -> str:
     """The message, with the place in the recipe where fiddle, which builds recipes, appends a paragraph on it."""
-    message, _, fiddle_context = str(error).partition("\n\nFiddle context:")
+    message, _, fiddle_context = str(error).partition(_BUILDING)
     place = fiddle_context.partition(" at <root>.")[2].partition(" ")[0]
     return f"{place}: {message}" if place else message
 

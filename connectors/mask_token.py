@@ -96,7 +96,10 @@ def _added_id(tokenizer, text: str) -> int:
 
 def _check_inside(token_id: int, vocab_size: int) -> None:
     if not 0 <= token_id < vocab_size:
-        raise ValueError(f"mask_token_id={token_id} is outside the vocabulary of {vocab_size}; choose an id in it")
+        raise ValueError(
+            f"mask_token_id={token_id} is outside the vocabulary of {vocab_size}; choose an id in it, or None (null on "
+            "the command line, for a recipe's own too), which takes the checkpoint's mask token or adds one"
+        )
 
 
 def _check_unshared(token_id: int, tokenizer, hf: Mapping[str, Any]) -> None:

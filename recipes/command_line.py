@@ -5,9 +5,12 @@ import inspect
 import logging
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import UnionType
+from typing import Union, get_args, get_origin
 
 import nemo_run as run
 import typer
@@ -106,8 +109,9 @@ def _print_places() -> None:
     folder = Path(os.path.relpath(folder)) if Path(folder).is_relative_to(Path.cwd()) else Path(folder)
     tensorboard = folder / "tensorboard"
     print(f"checkpoints: {folder / 'checkpoints'}")
-    print(f"logs: {folder}" + (f" (tensorboard --logdir {tensorboard})" if tensorboard.is_dir() else ""))
-    print(f"sample: nemo-dllm generate {folder} --prompt TEXT")
+    shown = f" (tensorboard --logdir {shlex.quote(str(tensorboard))})" if tensorboard.is_dir() else ""
+    print(f"logs: {folder}{shown}")
+    print(f"sample: nemo-dllm generate {shlex.quote(str(folder))} --prompt TEXT")
 
 
 @contextmanager
@@ -142,7 +146,8 @@ def _explain(error: CLIException, recipe: run.Partial | dict) -> str:
     """
     if isinstance(error, ParseError) and isinstance(error.reason, dict):
         key, value, expected = (error.reason[name] for name in ("key", "value", "expected_type"))
-        return f"{key}={value} cannot be read as {getattr(expected, '__name__', expected)}"
+        kinds = ("None" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in _kinds(expected))
+        return f"{key}={value} cannot be read as {' or '.join(kinds)}"
     key = error.context.get("key", error.arg)
     *parents, field = key.split(".")
     owner = recipe
@@ -153,6 +158,11 @@ def _explain(error: CLIException, recipe: run.Partial | dict) -> str:
     fields = _fields(owner)
     known = ", ".join(fields) if len(fields) <= MAX_LISTED else f"the fields of {owner.__fn_or_cls__.__name__}"
     return f"{key} is unknown; {_near(field, fields, '.'.join([*parents, ''])) or f'known: {known}'}"
+
+
+def _kinds(expected: type) -> tuple[type, ...]:
+    """The types that a field takes, one or those of a union."""
+    return get_args(expected) if get_origin(expected) in (Union, UnionType) else (expected,)
 
 
 def _near(name: str, known: dict | list, prefix: str = "") -> str:

@@ -30,7 +30,10 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None):
         if template is None and not tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template; give chat_template=FILE, or continue texts instead")
+            raise ValueError(
+                "the tokenizer has no chat template; give chat_template=FILE (a server is started with it), or "
+                "continue texts instead"
+            )
         self._tokenizer, self._template = tokenizer, template
         self.end_token_ids = self._find_end()
 

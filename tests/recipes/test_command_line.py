@@ -5,6 +5,8 @@ import re
 import pytest
 import yaml
 
+from nemo_dllm.cli.errors import is_for_users, one_line
+
 pytestmark = pytest.mark.nemo
 
 
@@ -38,6 +40,7 @@ TINY = ("--factory", "mdlm_tiny")
         ((*TINY, "trainerr.max_steps=2"), "trainerr is unknown; did you mean trainer?"),
         ((*TINY, "model.xyzzy=2"), "model.xyzzy is unknown; known: config, objective, optim, tokenizer"),
         ((*TINY, "model.config.xyzzy=2"), "model.config.xyzzy is unknown; known: the fields of Qwen3Config"),
+        ((*TINY, "optim.config.lr=abc"), "optim.config.lr=abc cannot be read as float or None"),
         ((*TINY, "trainer.max_steps=2.5"), "trainer.max_steps=2.5 cannot be read as int"),
         ((*TINY, "--trainer.max_steps=2"), "--trainer.max_steps=2 is neither an option of nemo llm pretrain nor"),
         ((*TINY, "steps"), "steps is neither an option of nemo llm pretrain nor FIELD=VALUE"),
@@ -48,6 +51,15 @@ def test_errors_are_one_line_with_a_way_out(pretrain, arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         pretrain(*arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_constructor_refuses_is_told_as_a_setting(pretrain):
+    """Megatron's own check, in its words, with the place in the recipe."""
+    with pytest.raises(ValueError) as caught:
+        pretrain(*TINY, "model.config.recompute_granularity=fulll")
+    assert is_for_users(caught.value)
+    assert one_line(caught.value).startswith("model.config: When using recompute_granuarlity: fulll must be")
+    assert "\n" not in one_line(caught.value)
 
 
 def test_errors_in_a_yaml_file(pretrain, tmp_path):
