@@ -101,7 +101,6 @@ def test_passes_are_counted(measured):
     assert all(row["sampling"]["threshold"]["calls_per_token"] <= calls[s] for s, row in result["sizes"].items())
 
 
-
 def test_the_table_and_the_plot_show_every_size(measured):
     out, _, result, output = measured
     for size, row in result["sizes"].items():
