@@ -12,10 +12,10 @@ from nemo_dllm.collections.diffusion.models.fsdp_state import (
     FORMAT,
     load_model_state,
     load_optimizer_state,
-    make_moments,
     sharded_model_state,
     sharded_optimizer_state,
 )
+from nemo_dllm.collections.diffusion.models.saving import fill_optimizer_state
 
 WHOLE = "optim_grads_params"
 """Shards weights, gradients and optimizer state; what Megatron's ``no_shard``, its default, stands for here."""
@@ -93,7 +93,7 @@ class FullyShardedStrategy(nl.MegatronStrategy):
     def optimizer_sharded_state_dict(self, is_loading: bool = False, metadata: dict | None = None) -> dict:
         """See :mod:`fsdp_state`."""
         optimizer = self.optimizers[0].mcore_optimizer
-        make_moments(optimizer)
+        fill_optimizer_state(optimizer)
         return sharded_optimizer_state(self._chunk, optimizer)
 
     def load_optimizer_state_dict(self, checkpoint, selective_restore: bool = False) -> None:

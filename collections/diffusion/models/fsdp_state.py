@@ -113,15 +113,6 @@ def gradient_parts(chunk: FullyShardedDataParallel) -> list[ShardedTensor]:
     return shards
 
 
-def make_moments(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter its moments, zero, before the first step."""
-    inner = optimizer.optimizer
-    for group in inner.param_groups:
-        for parameter in group["params"]:
-            if not inner.state[parameter]:
-                inner.state[parameter] = {name: torch.zeros_like(parameter) for name in MOMENTS}
-
-
 def _kind(group: dict) -> tuple:
     """What tells parameter groups apart; NeMo's schedulers rename the two multipliers."""
     return tuple(group.get(f"pre_{key}", group.get(key)) for key in ("wd_mult", "lr_mult"))

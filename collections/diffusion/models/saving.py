@@ -10,9 +10,9 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
 
 def fill_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Make the moments, zero, of an optimizer that has not stepped: each step so far overflowed in fp16.
+    """Make the moments, zero, of an optimizer that has not stepped: none of a run in fp16 has fitted, or it is loading.
 
-    The distributed optimizer's resharding format takes them for given.
+    The distributed optimizer's resharding format takes them for given, and sharded weights are loaded into them.
     """
     if isinstance(optimizer, ChainedOptimizer):
         for part in optimizer.chained_optimizers:
