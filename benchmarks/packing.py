@@ -24,11 +24,10 @@ import fiddle as fdl  # noqa: E402
 import nemo_run as run  # noqa: E402
 import torch  # noqa: E402
 from layout_models import forget_layout  # noqa: E402
-from train import Clock, one_device_recipe  # noqa: E402
+from train import Clock, add_recipe_arguments, one_device_recipe  # noqa: E402
 
 from nemo_dllm.collections.diffusion.data.supervised_datamodule import SupervisedDataModule  # noqa: E402
 from nemo_dllm.collections.diffusion.data.tokenizer import train_byte_bpe  # noqa: E402
-from nemo_dllm.recipes.builder import RECIPES  # noqa: E402
 
 COLUMNS = {"prompt": "question", "completion": "answer"}
 WAYS = {
@@ -92,19 +91,9 @@ def count_tokens(data: SupervisedDataModule, arguments: argparse.Namespace) -> t
 def main() -> None:
     """Parse the command line, run the recipe in each way, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", choices=sorted(RECIPES), metavar="RECIPE", help="as --factory takes it")
+    add_recipe_arguments(parser, steps=20)
     parser.add_argument("file", type=Path, help=".jsonl with question and answer")
     parser.add_argument("--tokenizer", type=Path, help="Hugging Face folder")
-    parser.add_argument("--sequences", type=int, default=8, help="rows per optimizer step")
-    parser.add_argument("--micro-batch", type=int, help="rows per micro-batch; default: all of them")
-    parser.add_argument("--length", type=int, default=2048, help="positions of a full row")
-    parser.add_argument("--steps", type=int, default=20, help="measured optimizer steps")
-    parser.add_argument("--warmup", type=int, default=10, help="optimizer steps before them")
-    parser.add_argument("--precision", default="bf16", help="fp32, bf16, fp16 or fp8")
-    parser.add_argument("--transformer-impl", default="auto", help="auto, local or transformer_engine")
-    parser.add_argument("--attention-backend", default="auto", help="auto, sdpa, te or eager")
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=JSON", help="any field of the recipe")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows as lines of JSON")
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -136,23 +136,33 @@ def measure(arguments: argparse.Namespace) -> dict:
     }
 
 
-def main() -> None:
-    """Parse the command line, run the recipe, print the row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_recipe_arguments(parser: argparse.ArgumentParser, steps: int) -> None:
+    """What :func:`one_device_recipe` and the clock read, but for the objective.
+
+    Args:
+        parser: gets them.
+        steps: measured by default.
+    """
     parser.add_argument("recipe", choices=sorted(RECIPES), metavar="RECIPE", help="as --factory takes it")
-    parser.add_argument("--sequences", type=int, default=8, help="sequences per optimizer step")
-    parser.add_argument("--micro-batch", type=int, help="sequences per micro-batch; default: all of them")
-    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
-    parser.add_argument("--steps", type=int, default=30, help="measured optimizer steps")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences, or packed rows, per optimizer step")
+    parser.add_argument("--micro-batch", type=int, help="of them per micro-batch; default: all")
+    parser.add_argument("--length", type=int, default=2048, help="positions of each")
+    parser.add_argument("--steps", type=int, default=steps, help="measured optimizer steps")
     parser.add_argument("--warmup", type=int, default=10, help="optimizer steps before them")
     parser.add_argument("--precision", default="bf16", help="fp32, bf16, fp16 or fp8")
     parser.add_argument("--transformer-impl", default="auto", help="auto, local or transformer_engine")
     parser.add_argument("--attention-backend", default="auto", help="auto, sdpa, te or eager")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=JSON", help="any field of the recipe")
+    parser.add_argument("--json", metavar="FILE", help="append the rows as lines of JSON")
+
+
+def main() -> None:
+    """Parse the command line, run the recipe, print the row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe_arguments(parser, steps=30)
     parser.add_argument("--objective", choices=sorted(OBJECTIVES), help="in place of the recipe's")
     parser.add_argument("--block-size", type=int, help="tokens per block of block diffusion")
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=JSON", help="any field of the recipe")
     parser.add_argument("--profile", metavar="FILE", help="write the costliest kernels of three steps")
-    parser.add_argument("--json", metavar="FILE", help="append the row as a line of JSON")
     arguments = parser.parse_args()
     row = measure(arguments)
     print("  ".join(f"{name}: {value}" for name, value in row.items() if value != ""))
