@@ -1,9 +1,5 @@
 """Import, export and verification on the command line: models for ``nemo llm import``, and our own commands."""
 
-import re
-from collections.abc import Callable
-from typing import Any
-
 import lightning.pytorch as pl
 import nemo_run as run
 
@@ -77,19 +73,6 @@ def export_hf(path: str, output_path: str, overwrite: bool = False, engine: str 
     for note in exported.notes:
         print(f"note: {note}")
     print(f"serve it: {exported.command}")
-
-
-def _with_for(execute: Callable[..., None]) -> Callable[..., None]:
-    """nemo_run reads NAME=VALUE alone, and no parameter can be called ``for``."""
-
-    def run_command(arguments: list[str], console: Any) -> None:
-        text = "\n".join(arguments)
-        execute(re.sub(r"^(?:--)?for[=\n]", "engine=", text, flags=re.MULTILINE).split("\n"), console)
-
-    return run_command
-
-
-export_hf.cli_entrypoint._execute_simple = _with_for(export_hf.cli_entrypoint._execute_simple)
 
 
 @dllm_command(help="Compare a conversion: hf_path=FOLDER checkpoint=CHECKPOINT")

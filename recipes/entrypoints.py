@@ -13,6 +13,9 @@ from rich.console import Console
 
 from nemo_dllm.cli.errors import USAGE, is_for_users, one_line
 
+# Options that no parameter can be called by, as words of Python, and the parameters that they stand for.
+_ALIASES = {"for": "engine"}
+
 
 class _Entrypoint(Entrypoint):
     """Prints what a user can mend as one line on standard error, with exit code 2; nemo_run has 1 for the rest."""
@@ -23,6 +26,7 @@ class _Entrypoint(Entrypoint):
         level = parser_log.level
         parser_log.setLevel(logging.CRITICAL)
         try:
+            args = self._in_parameters(args)
             self._check_names(args)
             super()._execute_simple(args, console)
         except Exception as error:
@@ -32,6 +36,17 @@ class _Entrypoint(Entrypoint):
             sys.exit(USAGE)
         finally:
             parser_log.setLevel(level)
+
+    def _in_parameters(self, args: list[str]) -> list[str]:
+        """Arguments with aliases as NAME=VALUE; with or without dashes, the value behind = or next."""
+        aliases = {alias: name for alias, name in _ALIASES.items() if name in inspect.signature(self.fn).parameters}
+        found, rest = [], iter(args)
+        for argument in rest:
+            option, is_named, value = argument.partition("=")
+            name = aliases.get(option.removeprefix("--"))
+            given = value if is_named or name is None else next(rest, None)
+            found.append(argument if name is None or given is None else f"{name}={given}")
+        return found
 
     def _check_names(self, args: list[str]) -> None:
         """Check that all arguments are NAME=VALUE of known names, and that none is missing."""
