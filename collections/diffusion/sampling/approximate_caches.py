@@ -5,42 +5,32 @@ given ones, V vocabulary.
 """
 
 from collections.abc import Sequence
-from copy import copy
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, Window, gather_window, on_device
-from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, join_attribute, stack_rows
+from nemo_dllm.collections.diffusion.sampling.cached_scorer import CachedScorer
+from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
 
 
-class ApproximateCache:
+class ApproximateCache(CachedScorer):
     """Positions outside the block at hand keep the keys and values that they had when the block began.
 
     Wu et al. 2025, Fast-dLLM: "prefix" keeps what is before the block, "dual" what is after it as well.
     """
 
     def __init__(self, model: CachedDenoiser, canvas: Canvas, right_shift: bool, *, keep_suffix: bool):
-        self._model, self._canvas, self._right_shift = model, canvas, right_shift
+        super().__init__(model, canvas, right_shift)
         self._keep_suffix = keep_suffix
-        self._positions_BT = canvas.positions_BT
-        self._cache = model.new_cache(*canvas.keys_BT.shape)
         # No block yet.
         self._block_B = torch.full_like(canvas.blocks_BT[:, 0], torch.iinfo(torch.int64).max)
-
-    @property
-    def row_parts(self) -> tuple[Any, ...]:
-        """See ``joining``."""
-        return (self._cache,)
 
     @classmethod
     def join_rows(cls, picked: Sequence[Picked], canvas: Canvas) -> "ApproximateCache":
         """For rows of several runs; those that stay in their block do not encode it anew."""
-        joined = copy(picked[0].part)
-        joined._canvas, joined._positions_BT = canvas, canvas.positions_BT
-        joined._cache = join_attribute(picked, "_cache", canvas.keys_BT.shape[1])
+        joined = cls._with_rows(picked, canvas)
         joined._block_B = stack_rows(attribute_of(picked, "_block_B"))
         return joined
 
@@ -68,7 +58,7 @@ class ApproximateCache:
         self._model.commit(*given[:2], self._cache, key_mask_BL=given.key_mask_BL, blocks_BL=one_block_BL)
 
 
-class DelayedCache:
+class DelayedCache(CachedScorer):
     """A token's keys and values are kept from the pass after the one that chose it, in which it was still a hole.
 
     Ma et al. 2025, dKV-Cache, its variant Decode. A pass encodes the holes of the whole canvas and the tokens that are
@@ -79,26 +69,16 @@ class DelayedCache:
     def __init__(
         self, model: CachedDenoiser, canvas: Canvas, right_shift: bool, mask_token_id: int, refresh_interval: int
     ):
-        self._model, self._canvas, self._right_shift = model, canvas, right_shift
+        super().__init__(model, canvas, right_shift)
         self._mask_token_id, self._refresh_interval = mask_token_id, refresh_interval
-        self._positions_BT = canvas.positions_BT
-        self._cache = model.new_cache(*canvas.keys_BT.shape)
         self._encoded_BT = torch.full_like(canvas.blocks_BT, -1)
         self._passes_B = torch.zeros_like(canvas.blocks_BT[:, 0])
-
-    @property
-    def row_parts(self) -> tuple[Any, ...]:
-        """See ``joining``."""
-        return (self._cache,)
 
     @classmethod
     def join_rows(cls, picked: Sequence[Picked], canvas: Canvas) -> "DelayedCache":
         """For rows of several runs, each with the passes that it has had since its last refresh."""
-        width = canvas.keys_BT.shape[1]
-        joined = copy(picked[0].part)
-        joined._canvas, joined._positions_BT = canvas, canvas.positions_BT
-        joined._cache = join_attribute(picked, "_cache", width)
-        joined._encoded_BT = stack_rows(attribute_of(picked, "_encoded_BT"), width)
+        joined = cls._with_rows(picked, canvas)
+        joined._encoded_BT = stack_rows(attribute_of(picked, "_encoded_BT"), canvas.keys_BT.shape[1])
         joined._passes_B = stack_rows(attribute_of(picked, "_passes_B"))
         return joined
 

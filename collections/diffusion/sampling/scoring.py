@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.approximate_caches import ApproximateCache, DelayedCache
 from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, gather_window, on_device
+from nemo_dllm.collections.diffusion.sampling.cached_scorer import CachedScorer
 from nemo_dllm.collections.diffusion.sampling.config import DELAYED, SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, join_attribute, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
@@ -59,31 +60,21 @@ class WholeCanvas:
         return logits_BTV[rows_N, positions_N]
 
 
-class CommittedBlocks:
+class CommittedBlocks(CachedScorer):
     """Finished blocks are encoded once; a step sees them through the cache, and the block at hand. Exact for
     block-causal models, in which nothing later changes what a block is encoded to.
     """
 
     def __init__(self, model: CachedDenoiser, canvas: Canvas, right_shift: bool):
-        self._model, self._canvas, self._right_shift = model, canvas, right_shift
-        self._positions_BT = canvas.positions_BT
-        self._cache = model.new_cache(*canvas.keys_BT.shape)
+        super().__init__(model, canvas, right_shift)
         self._committed_BT = torch.zeros_like(canvas.keys_BT)
         self._last_BV = None
-
-    @property
-    def row_parts(self) -> tuple[Any, ...]:
-        """See ``joining``."""
-        return (self._cache,)
 
     @classmethod
     def join_rows(cls, picked: Sequence[Picked], canvas: Canvas) -> "CommittedBlocks":
         """For rows of several runs, with the blocks that they have committed."""
-        width = canvas.keys_BT.shape[1]
-        joined = copy(picked[0].part)
-        joined._canvas, joined._positions_BT = canvas, canvas.positions_BT
-        joined._cache = join_attribute(picked, "_cache", width)
-        joined._committed_BT = stack_rows(attribute_of(picked, "_committed_BT"), width)
+        joined = cls._with_rows(picked, canvas)
+        joined._committed_BT = stack_rows(attribute_of(picked, "_committed_BT"), canvas.keys_BT.shape[1])
         joined._last_BV = stack_rows(attribute_of(picked, "_last_BV"))
         return joined
 
