@@ -1,6 +1,6 @@
 """Whether a run goes on from a checkpoint in another layout of ranks, and after a kill, as if nothing had happened.
 
-    torchrun --nproc-per-node 2 benchmarks/layout_checkpoints.py --journey dp tp+sp pp cp fsdp dp --folder runs
+    torchrun --nproc-per-node 2 benchmarks/layout_checkpoints.py --journey dp tp2+sp pp2 cp2 fsdp dp --folder runs
     torchrun --nproc-per-node 2 benchmarks/layout_checkpoints.py --journey fsdp --steps 6 --kill-at 5 --folder killed
     torchrun --nproc-per-node 2 benchmarks/layout_checkpoints.py --journey fsdp --steps 6 --folder killed
 
@@ -23,10 +23,10 @@ import lightning.pytorch as pl  # noqa: E402
 import nemo.lightning as nl  # noqa: E402
 import torch  # noqa: E402
 from layout_models import (  # noqa: E402
-    LAYOUTS,
     add_model_arguments,
     count_processes,
     forget_layout,
+    layout_name,
     model_of,
     trainer_of,
 )
@@ -73,9 +73,7 @@ def train(arguments: argparse.Namespace, folder: Path, layout: str, last_step: i
             global_batch_size=arguments.sequences,
             num_val_rows=arguments.sequences,
         ),
-        trainer=trainer_of(
-            arguments, LAYOUTS[layout], max_steps=last_step, callbacks=[steps], enable_checkpointing=True
-        ),
+        trainer=trainer_of(arguments, layout, max_steps=last_step, callbacks=[steps], enable_checkpointing=True),
         log=nl.NeMoLogger(
             name="run",
             log_dir=str(folder),
@@ -100,7 +98,9 @@ def main() -> None:
     """Parse the command line, take the journey, print the table on the first process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
-    parser.add_argument("--journey", nargs="+", choices=LAYOUTS, required=True, help="layouts, one after another")
+    parser.add_argument(
+        "--journey", nargs="+", type=layout_name, metavar="LAYOUT", required=True, help="layouts, one after another"
+    )
     parser.add_argument("--folder", type=Path, required=True, help="of the checkpoints")
     parser.add_argument("--steps", type=int, default=2, help="in each layout")
     parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill all processes at the start of this step")

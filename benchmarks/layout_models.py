@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 
 import nemo.lightning as nl
 import torch
@@ -10,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from nemo.collections import llm
 from nemo.collections.llm.gpt.model.qwen3 import Qwen3Config1P7B, Qwen3Config8B, Qwen3Config30B_A3B, Qwen3Config600M
 
+from nemo_dllm.collections.diffusion.models.llada2 import LLaDA2Config16B
 from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion
 from nemo_dllm.recipes.builder import FUSIONS, PRECISIONS
 from nemo_dllm.recipes.moe_fields import SOFTMAX_ROUTER
@@ -17,31 +19,21 @@ from nemo_dllm.recipes.moe_fields import SOFTMAX_ROUTER
 TENSOR, PIPELINE, CONTEXT, EXPERT, EXPERT_TENSOR = (
     f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 )
-SEQUENCE = {TENSOR: 2, "sequence_parallel": True}
-FULLY_SHARDED = {"fsdp": "megatron"}
-LAYOUTS = {
+DEGREES = {"tp": TENSOR, "pp": PIPELINE, "cp": CONTEXT, "ep": EXPERT, "etp": EXPERT_TENSOR}
+CHOICES = {
     "dp": {},
-    "tp": {TENSOR: 2},
-    "tp+sp": SEQUENCE,
-    "pp": {PIPELINE: 2},
-    "pp-interleaved": {PIPELINE: 2, "virtual_pipeline_model_parallel_size": 2},
-    "cp": {CONTEXT: 2},
-    "ep": {EXPERT: 2},
-    "etp": {**SEQUENCE, EXPERT_TENSOR: 2},
-    "ep+tp+sp": {**SEQUENCE, EXPERT: 2, EXPERT_TENSOR: 1},
-    "fsdp": FULLY_SHARDED,
-    "fsdp+tp+sp": {**FULLY_SHARDED, **SEQUENCE},
-    "fsdp+cp": {**FULLY_SHARDED, CONTEXT: 2},
-    "tp+sp+pp": {**SEQUENCE, PIPELINE: 2},
-    "tp+sp+cp": {**SEQUENCE, CONTEXT: 2},
-    "pp+cp": {PIPELINE: 2, CONTEXT: 2},
-    "tp+sp+pp+cp": {**SEQUENCE, PIPELINE: 2, CONTEXT: 2},
+    "sp": {"sequence_parallel": True},
+    "interleaved": {"virtual_pipeline_model_parallel_size": 2},
+    "fsdp": {"fsdp": "megatron"},
 }
+USUAL = ("dp", "tp2", "tp2+sp", "pp2", "pp2+interleaved", "cp2", "ep2", "tp2+sp+etp2", "tp2+sp+ep2+etp1", "fsdp")
+USUAL += ("fsdp+tp2+sp", "fsdp+cp2", "tp2+sp+pp2", "tp2+sp+cp2", "pp2+cp2", "tp2+sp+pp2+cp2")
 MODELS = {
     "qwen3_0p6b": Qwen3Config600M,
     "qwen3_1p7b": Qwen3Config1P7B,
     "qwen3_8b": Qwen3Config8B,
     "qwen3_30b_a3b": Qwen3Config30B_A3B,
+    "llada2_mini": LLaDA2Config16B,
 }
 OBJECTIVES = {"mdlm": (MaskedDiffusion, {}), "bd3lm": (BlockDiffusion, {"block_size": 32})}
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
@@ -51,6 +43,31 @@ RECOMPUTATIONS = {
     "full": FULL | {"recompute_method": "uniform"},
     "block": FULL | {"recompute_method": "block"},
 }
+
+
+def strategy_of(layout: str) -> dict[str, object]:
+    """Fields of the strategy of a layout's name: words with a plus between, ``tp4+sp`` or ``pp2+interleaved``.
+
+    Raises:
+        argparse.ArgumentTypeError: for an unknown word.
+    """
+    fields = {}
+    for word in layout.split("+"):
+        degree = re.fullmatch(r"([a-z]+)([1-9][0-9]*)", word)
+        if degree and degree[1] in DEGREES:
+            fields[DEGREES[degree[1]]] = int(degree[2])
+        elif word in CHOICES:
+            fields |= CHOICES[word]
+        else:
+            known = ", ".join([*CHOICES, *(f"{name}N" for name in DEGREES)])
+            raise argparse.ArgumentTypeError(f"{word!r} of layout {layout!r} is unknown; put a plus between: {known}")
+    return fields
+
+
+def layout_name(text: str) -> str:
+    """The name of a layout, checked: a type of argparse."""
+    strategy_of(text)
+    return text
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +95,8 @@ def config_of(arguments: argparse.Namespace) -> llm.GPTConfig:
     }
     if arguments.layers:
         common["num_layers"] = arguments.layers
+        if arguments.model == "llada2_mini":
+            common["moe_layer_freq"] = [0] + [1] * (arguments.layers - 1)
     experts = {
         **SOFTMAX_ROUTER,
         # The load is balanced in each sequence, whatever the micro-batches.
@@ -112,8 +131,8 @@ def model_of(arguments: argparse.Namespace, model_class: type, optimizer):
     return model_class(config, objective, optimizer, transformer_impl=arguments.transformer_impl)
 
 
-def trainer_of(arguments: argparse.Namespace, layout: dict, **fields) -> nl.Trainer:
-    """A trainer over all processes of this run; ``layout`` are fields of the strategy, ``fields`` its own."""
+def trainer_of(arguments: argparse.Namespace, layout: str, **fields) -> nl.Trainer:
+    """A trainer over all processes of this run, in a layout; ``fields`` are its own."""
     move_meeting_point()
     precision, gpus = PRECISIONS[arguments.precision], torch.cuda.is_available()
     if gpus:
@@ -136,7 +155,7 @@ def trainer_of(arguments: argparse.Namespace, layout: dict, **fields) -> nl.Trai
                 overlap_grad_reduce=world > 1,
                 overlap_param_gather=world > 1,
             ),
-            **layout,
+            **strategy_of(layout),
         ),
         plugins=nl.MegatronMixedPrecision(**precision),
         **{"logger": False, "enable_checkpointing": False, "limit_val_batches": 0, **fields},

@@ -27,16 +27,19 @@ import_nemo_quietly()
 import lightning.pytorch as pl  # noqa: E402
 import torch  # noqa: E402
 from layout_models import (  # noqa: E402
+    CONTEXT,
     EXPERT,
     EXPERT_TENSOR,
-    LAYOUTS,
     PIPELINE,
     TENSOR,
+    USUAL,
     add_model_arguments,
     config_of,
     count_processes,
     forget_layout,
+    layout_name,
     model_of,
+    strategy_of,
     trainer_of,
 )
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
@@ -56,6 +59,9 @@ from nemo_dllm.collections.diffusion.training.flops import H200_BF16_FLOPS, trai
 
 WARMUP = 2
 """Steps that are not timed."""
+NAME_WIDTH = 20
+TITLES = {"loss": 10, "difference": 11, "gradients": 11, "tokens/s": 10, "speed": 8, "MFU": 7, "memory": 9}
+"""Columns and their widths."""
 
 
 def whole_random(name: str, shard: ShardedTensor) -> torch.Tensor:
@@ -165,7 +171,7 @@ class Meter(pl.Callback, CallbackMethods):
             torch.cuda.reset_peak_memory_stats()
 
 
-def measure(arguments: argparse.Namespace, layout: dict) -> dict:
+def measure(arguments: argparse.Namespace, layout: str) -> dict:
     """Train a few steps with learning rate 0 in a layout; figures of all processes together."""
     torch.manual_seed(0)
     meter = Meter()
@@ -195,18 +201,15 @@ def measure(arguments: argparse.Namespace, layout: dict) -> dict:
     return {"loss": loss, "gradients": meter.gradients, "speed": speed, "mfu": mfu, "memory": memory}
 
 
-def layouts_for(processes: int, experts: int) -> dict[str, dict]:
-    """Those of ``LAYOUTS`` that the number of processes, and a model with or without experts, allow."""
-    fitting = {}
-    for name, layout in LAYOUTS.items():
-        product = layout.get(TENSOR, 1) * layout.get(PIPELINE, 1) * layout.get("context_parallel_size", 1)
-        product = max(product, layout.get(EXPERT, 1) * layout.get(PIPELINE, 1) * layout.get(EXPERT_TENSOR, 1))
-        needs_experts = EXPERT in layout or EXPERT_TENSOR in layout
-        # Megatron trains experts on tensor-parallel ranks with sequence parallelism only.
-        refused = experts and TENSOR in layout and "sequence_parallel" not in layout
-        if processes % product == 0 and not refused and (experts or not needs_experts):
-            fitting[name] = layout
-    return fitting
+def fits(layout: str, processes: int, experts: int) -> bool:
+    """Whether the number of processes, and a model with or without experts, allow a layout."""
+    fields = strategy_of(layout)
+    product = fields.get(TENSOR, 1) * fields.get(PIPELINE, 1) * fields.get(CONTEXT, 1)
+    product = max(product, fields.get(EXPERT, 1) * fields.get(PIPELINE, 1) * fields.get(EXPERT_TENSOR, 1))
+    needs_experts = EXPERT in fields or EXPERT_TENSOR in fields
+    # Megatron trains experts on tensor-parallel ranks with sequence parallelism only.
+    refused = experts and TENSOR in fields and "sequence_parallel" not in fields
+    return processes % product == 0 and not refused and bool(experts or not needs_experts)
 
 
 def gradient_difference(gradients: dict, expected: dict) -> float:
@@ -221,37 +224,57 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
     parser.add_argument("--steps", type=int, default=3, help=f"that are timed, after {WARMUP} that are not")
-    parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, help="default: all that fit")
+    parser.add_argument(
+        "--layouts",
+        nargs="*",
+        type=layout_name,
+        help=f"default: of {', '.join(USUAL)}, those that fit",
+        metavar="LAYOUT",
+    )
     parser.add_argument("--save", metavar="FILE", help="write the figures, loss and gradients of the first layout")
     parser.add_argument("--against", metavar="FILE", help="compare with the figures that another run has saved")
     arguments = parser.parse_args()
     count_processes(arguments)
-    first, rows = None, []
+    first = None
     if arguments.against:
         with open(arguments.against) as file:
             first = json.load(file)
-    fitting = layouts_for(arguments.processes, config_of(arguments).num_moe_experts or 0)
-    for name in arguments.layouts or fitting:
-        if name not in fitting:
+    experts = config_of(arguments).num_moe_experts or 0
+    names = arguments.layouts or [name for name in USUAL if fits(name, arguments.processes, experts)]
+    for name in names:
+        if not fits(name, arguments.processes, experts):
             parser.error(f"--layouts {name} does not fit {arguments.processes} processes or this model")
-        row = measure(arguments, fitting[name])
-        first = first or row
-        rows.append((name, row))
+    for place, name in enumerate(names):
+        row = measure(arguments, name)
         forget_layout()
-    if arguments.rank != 0:
-        return
-    if arguments.save:
-        with open(arguments.save, "w") as file:
-            json.dump(rows[0][1], file)
-    titles = {"difference": 11, "gradients": 10, "tokens/s": 9, "speed": 7, "MFU": 6, "memory": 8}
-    print(f"{'layout':15} {'loss':>10} " + " ".join(title.rjust(width) for title, width in titles.items()))
-    for name, row in rows:
-        loss = abs(row["loss"] / first["loss"] - 1)
-        gradient = gradient_difference(row["gradients"], first["gradients"])
-        print(
-            f"{name:15} {row['loss']:10.6f} {loss:11.1e} {gradient:10.1e} {row['speed']:9.0f} "
-            f"{row['speed'] / first['speed']:6.2f}x {row['mfu']:5.1f}% {row['memory']:5.1f} GB"
-        )
+        first = first or row
+        if arguments.rank == 0:
+            if place == 0:
+                print("layout".ljust(NAME_WIDTH) + "".join(title.rjust(width) for title, width in TITLES.items()))
+                save(arguments.save, row)
+            print_row(name, row, first)
+
+
+def save(path: str | None, row: dict) -> None:
+    """Write a layout's figures for another run to compare with."""
+    if path:
+        with open(path, "w") as file:
+            json.dump(row, file)
+
+
+def print_row(name: str, row: dict, first: dict) -> None:
+    """One line of the table."""
+    figures = (
+        f"{row['loss']:.6f}",
+        f"{abs(row['loss'] / first['loss'] - 1):.1e}",
+        f"{gradient_difference(row['gradients'], first['gradients']):.1e}",
+        f"{row['speed']:.0f}",
+        f"{row['speed'] / first['speed']:.2f}x",
+        f"{row['mfu']:.1f}%",
+        f"{row['memory']:.1f} GB",
+    )
+    cells = (figure.rjust(width) for figure, width in zip(figures, TITLES.values(), strict=True))
+    print(name.ljust(NAME_WIDTH) + "".join(cells), flush=True)
 
 
 if __name__ == "__main__":

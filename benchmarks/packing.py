@@ -24,7 +24,7 @@ import fiddle as fdl  # noqa: E402
 import nemo_run as run  # noqa: E402
 import torch  # noqa: E402
 from layout_models import forget_layout  # noqa: E402
-from train import Clock, add_recipe_arguments, one_device_recipe  # noqa: E402
+from train import Clock, add_recipe_arguments, measured_recipe  # noqa: E402
 
 from nemo_dllm.collections.diffusion.data.supervised_datamodule import SupervisedDataModule  # noqa: E402
 from nemo_dllm.collections.diffusion.data.tokenizer import train_byte_bpe  # noqa: E402
@@ -42,7 +42,7 @@ FIXED = {"objective": None, "block_size": None}
 def measure(arguments: argparse.Namespace, way: str, tokenizer: Path, folder: Path) -> dict:
     """Train for the asked number of steps with rows filled in one way; returns the row of the table."""
     clock = Clock()
-    recipe = one_device_recipe(argparse.Namespace(**vars(arguments), **FIXED), clock, str(folder / "runs" / way))
+    recipe = measured_recipe(argparse.Namespace(**vars(arguments), **FIXED), clock, str(folder / "runs" / way))
     recipe.data = run.Config(
         SupervisedDataModule,
         path=str(arguments.file),

@@ -3,12 +3,17 @@
     python benchmarks/train.py qwen3_1p7b_mdlm_pretrain --sequences 16
 
 Loader, corruption, clipping, optimizer and metrics are included. Sizes, precision and the choice of layers are
-overridden; tokens per second are tokens of text over the median step after warm-up.
+overridden; tokens per second are tokens of text, of all processes, over the median step after warm-up. A single process
+takes the whole model; under torchrun the layout is the recipe's own, or what ``--set`` makes of it:
+
+    torchrun --nproc-per-node 4 benchmarks/train.py llada2_mini_pretrain --sequences 32 --micro-batch 4 \\
+        --set trainer.strategy.expert_model_parallel_size=4
 """
 
 import argparse
 import itertools
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -26,6 +31,9 @@ from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDif
 from nemo_dllm.collections.diffusion.training.flops import H200_BF16_FLOPS, train_flops_per_token  # noqa: E402
 from nemo_dllm.recipes.builder import RECIPES, set_precision  # noqa: E402
 
+# Lightning forgets them at the end of a run.
+PROCESSES, LOCAL_PROCESSES = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+RANK = int(os.environ.get("RANK", 0))
 OBJECTIVES = {"mdlm": MaskedDiffusion, "bd3lm": BlockDiffusion}
 
 
@@ -68,15 +76,16 @@ class Clock(pl.Callback):
         return event
 
 
-def one_device_recipe(arguments: argparse.Namespace, clock: Clock, folder: str) -> run.Partial:
-    """The recipe on one device, at the asked sizes, without validation and checkpoints."""
+def measured_recipe(arguments: argparse.Namespace, clock: Clock, folder: str) -> run.Partial:
+    """The recipe on the devices there are, at the asked sizes, without validation and checkpoints."""
     recipe = RECIPES[arguments.recipe]()
     set_precision(recipe, arguments.precision)
     trainer, strategy = recipe.trainer, recipe.trainer.strategy
-    trainer.num_nodes = trainer.devices = 1
-    for degree in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
-        setattr(strategy, f"{degree}_parallel_size", 1)
-    strategy.sequence_parallel = strategy.ddp.overlap_grad_reduce = strategy.ddp.overlap_param_gather = False
+    trainer.num_nodes, trainer.devices = PROCESSES // LOCAL_PROCESSES, LOCAL_PROCESSES
+    if PROCESSES == 1:
+        for degree in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
+            setattr(strategy, f"{degree}_parallel_size", 1)
+        strategy.sequence_parallel = strategy.ddp.overlap_grad_reduce = strategy.ddp.overlap_param_gather = False
     trainer.max_steps = arguments.warmup + arguments.steps
     trainer.limit_val_batches = 0
     trainer.enable_checkpointing = False
@@ -103,12 +112,27 @@ def one_device_recipe(arguments: argparse.Namespace, clock: Clock, folder: str) 
     return recipe
 
 
+def of_all_processes(figures: list[float]) -> list[float]:
+    """The largest of each: the fullest device; the loss, which the last stage of a pipeline knows."""
+    if not torch.distributed.is_initialized():
+        return figures
+    tensor = torch.tensor(figures, device="cuda" if torch.cuda.is_available() else "cpu")
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+    return tensor.tolist()
+
+
 def measure(arguments: argparse.Namespace) -> dict:
     """Train for the asked number of steps; returns the row of the table."""
     clock = Clock(profile_at=arguments.warmup + 2 if arguments.profile else None)
     with tempfile.TemporaryDirectory() as folder:
-        fdl.build(one_device_recipe(arguments, clock, folder))()
-    step = statistics.median(clock.seconds()[arguments.warmup :])
+        fdl.build(measured_recipe(arguments, clock, folder))()
+    step, peak, *losses = of_all_processes(
+        [
+            statistics.median(clock.seconds()[arguments.warmup :]),
+            torch.cuda.max_memory_allocated() / 1e9,
+            *(float(clock.losses[place]) for place in (0, -1)),
+        ]
+    )
     tokens = arguments.sequences * arguments.length
     model = clock.pl_module
     flops = train_flops_per_token(
@@ -120,6 +144,7 @@ def measure(arguments: argparse.Namespace) -> dict:
                 file.write(clock.profiler.key_averages().table(sort_by=column, row_limit=60, max_name_column_width=90))
     return {
         "recipe": arguments.recipe,
+        "processes": PROCESSES,
         "layers": arguments.transformer_impl,
         "attention": arguments.attention_backend,
         "precision": arguments.precision,
@@ -129,15 +154,15 @@ def measure(arguments: argparse.Namespace) -> dict:
         "set": " ".join(arguments.set),
         "tokens/s": round(tokens / step),
         "step ms": round(step * 1000, 1),
-        "MFU %": round(100 * tokens / step * flops / H200_BF16_FLOPS, 1),
-        "peak GB": round(torch.cuda.max_memory_allocated() / 1e9, 1),
-        "first loss": round(float(clock.losses[0]), 3),
-        "last loss": round(float(clock.losses[-1]), 3),
+        "MFU %": round(100 * tokens / step * flops / H200_BF16_FLOPS / PROCESSES, 1),
+        "peak GB": round(peak, 1),
+        "first loss": round(losses[0], 3),
+        "last loss": round(losses[1], 3),
     }
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, steps: int) -> None:
-    """What :func:`one_device_recipe` and the clock read, but for the objective.
+    """What :func:`measured_recipe` and the clock read, but for the objective.
 
     Args:
         parser: gets them.
@@ -165,6 +190,8 @@ def main() -> None:
     parser.add_argument("--profile", metavar="FILE", help="write the costliest kernels of three steps")
     arguments = parser.parse_args()
     row = measure(arguments)
+    if RANK > 0:
+        return
     print("  ".join(f"{name}: {value}" for name, value in row.items() if value != ""))
     if arguments.json:
         with open(arguments.json, "a") as file:

@@ -94,3 +94,14 @@ def test_a_run_goes_on_with_the_other_layers(run_on_gpu, first, then):
 def test_every_precision_trains(run_on_gpu, precision):
     record = run_on_gpu(precision, precision=precision, **{"trainer.max_steps": 6})
     assert all(map(math.isfinite, record["losses"].values()))
+
+
+def test_a_killed_run_that_saves_behind_its_steps_loses_at_most_the_last_checkpoint(run_on_gpu):
+    saves = {"trainer.strategy.ckpt_async_save": True}
+    straight = run_on_gpu("straight", **saves)
+    run_on_gpu("killed", killed_after=10, **saves)
+    resumed = run_on_gpu("killed", **saves)
+    # Step 9's may not have been complete.
+    assert resumed["start"] in (6, 9)
+    for step, loss in resumed["losses"].items():
+        assert loss == pytest.approx(straight["losses"][step], rel=2e-3)
