@@ -80,7 +80,9 @@ def main() -> None:
         parser.error(f"name groups ({', '.join(GROUPS)}), and with --only tags of theirs; --list shows them")
     few = [name for name in arguments.groups if arguments.devices and GROUPS[name].gpus > len(arguments.devices)]
     if few:
-        parser.error(f"--devices {arguments.devices} are fewer than {few[0]} needs, {GROUPS[few[0]].gpus}")
+        parser.error(
+            f"--devices {' '.join(map(str, arguments.devices))} are fewer than {few[0]} needs, {GROUPS[few[0]].gpus}"
+        )
     arguments.out.mkdir(parents=True, exist_ok=True)
     arguments.deadline = time.monotonic() + arguments.within
     groups = [GROUPS[name] for name in arguments.groups]
