@@ -1,7 +1,7 @@
 """The one place where a recipe is put together."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import nemo_run as run
@@ -48,18 +48,69 @@ FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_r
 CALLBACKS = (DiffusionMetrics, ExpertLoad, RunProgress, ResumedTokens, ResumedCounters, LossScale, SaveOnTermination)
 
 
+GPUS_PER_NODE = 8
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where a model runs: sizes are numbers of GPUs unless they say otherwise."""
 
     num_nodes: int = 1
-    gpus_per_node: int = 8
+    gpus_per_node: int = GPUS_PER_NODE
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
     """Over which the experts of a layer are dealt out; among these GPUs, the data are split all the same."""
     expert_tensor: int = 1
     """Over which each expert is cut."""
+    context: int = 1
+    """Over which the tokens of each sample are dealt out."""
+    virtual: int = 1
+    """Model chunks of a pipeline stage."""
+    sequence: bool = True
+    """Whether tensor-parallel GPUs, if there are any, divide the tokens too where they do not divide the units."""
+    fully_sharded: bool = False
+    """Megatron-FSDP: GPUs that see different data share out weights and gradients, not the optimizer's state alone."""
+
+
+def layout_of_strategy(fields: Mapping[str, object], gpus: int) -> Layout:
+    """The layout that fields of a ``MegatronStrategy`` make of a number of GPUs.
+
+    Args:
+        fields: as ``{"context_parallel_size": 2, "fsdp": "megatron"}``; those left out have NeMo's defaults.
+        gpus: how many there are: nodes of eight, or one node where eight does not divide them.
+    """
+    tensor = fields.get("tensor_model_parallel_size", 1)
+    return Layout(
+        *nodes_of(gpus),
+        tensor=tensor,
+        pipeline=fields.get("pipeline_model_parallel_size", 1),
+        expert=fields.get("expert_model_parallel_size", 1),
+        expert_tensor=fields.get("expert_tensor_parallel_size") or tensor,
+        context=fields.get("context_parallel_size", 1),
+        virtual=fields.get("virtual_pipeline_model_parallel_size") or 1,
+        sequence=tensor == 1 or bool(fields.get("sequence_parallel")),
+        fully_sharded=fields.get("fsdp") == "megatron",
+    )
+
+
+def nodes_of(gpus: int) -> tuple[int, int]:
+    """Nodes, and GPUs of each."""
+    return (gpus // GPUS_PER_NODE, GPUS_PER_NODE) if gpus % GPUS_PER_NODE == 0 else (1, gpus)
+
+
+def strategy_fields(layout: Layout) -> dict[str, object]:
+    """The fields of a ``MegatronStrategy`` that make a layout."""
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "sequence_parallel": layout.sequence and layout.tensor > 1,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "fsdp": "megatron" if layout.fully_sharded else None,
+    }
 
 
 @dataclass(frozen=True)
@@ -138,11 +189,7 @@ def set_precision(recipe: run.Partial, precision: str) -> None:
 def _trainer(layout: Layout, schedule: Schedule) -> run.Config:
     strategy = run.Config(
         nl.MegatronStrategy,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        sequence_parallel=layout.tensor > 1,
+        **strategy_fields(layout),
         ckpt_async_save=False,
         # Else a run could go on in its own tensor- and pipeline-parallel layout only.
         ckpt_optim_fully_reshardable=True,

@@ -4,13 +4,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+import fiddle as fdl
 import nemo_run as run
 from nemo.collections.llm import GPTConfig
 
-from nemo_dllm.recipes.builder import RECIPES, Layout
-from nemo_dllm.recipes.memory import MemoryEstimate, count_parameters, estimate_memory
+from nemo_dllm.recipes.activations import EVERY_LAYER, NOTHING, Recomputation
+from nemo_dllm.recipes.builder import RECIPES, Layout, layout_of_strategy, nodes_of, strategy_fields
+from nemo_dllm.recipes.memory import MemoryEstimate, count_parameters, estimate_training_memory
 
-GPUS_PER_NODE = 8
+SHORTEST_SHARD = 4096
+"""Tokens of a sample on a GPU below which no context parallelism is proposed."""
 RESERVE_GB = 10.0
 """For the CUDA context, NCCL's buffers and fragmentation."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits")
@@ -22,25 +25,19 @@ class Candidate:
 
     layout: Layout
     micro_batch_size: int
-    recompute: bool
+    recompute: Recomputation
     memory: MemoryEstimate
 
     @property
     def settings(self) -> dict[str, object]:
         """Fields of the recipe."""
-        layout = self.layout
-        recompute = ("full", "uniform", 1) if self.recompute else (None, None, None)
         names = ("granularity", "method", "num_layers")
         return {
-            "trainer.num_nodes": layout.num_nodes,
-            "trainer.devices": layout.gpus_per_node,
-            "trainer.strategy.tensor_model_parallel_size": layout.tensor,
-            "trainer.strategy.sequence_parallel": layout.tensor > 1,
-            "trainer.strategy.pipeline_model_parallel_size": layout.pipeline,
-            "trainer.strategy.expert_model_parallel_size": layout.expert,
-            "trainer.strategy.expert_tensor_parallel_size": layout.expert_tensor,
+            "trainer.num_nodes": self.layout.num_nodes,
+            "trainer.devices": self.layout.gpus_per_node,
+            **{f"trainer.strategy.{name}": value for name, value in strategy_fields(self.layout).items()},
             "data.micro_batch_size": self.micro_batch_size,
-            **{f"model.config.recompute_{name}": value for name, value in zip(names, recompute, strict=True)},
+            **{f"model.config.recompute_{name}": getattr(self.recompute, name) for name in names},
         }
 
     def arguments(self, own: "Candidate") -> str:
@@ -57,10 +54,13 @@ class Candidate:
         """What is divided by how much."""
         layout = self.layout
         gpus = layout.num_nodes * layout.gpus_per_node
+        virtual = f" ({layout.virtual} chunks each)" if layout.virtual > 1 else ""
+        context = f" x context {layout.context}" if layout.context > 1 else ""
         expert = f" x expert {layout.expert}" if layout.expert > 1 else ""
-        recompute = ", recomputed" if self.recompute else ""
+        sharded = ", fully sharded" if layout.fully_sharded else ""
+        recompute = {None: "", "full": ", recomputed"}.get(self.recompute.granularity, ", recomputed in part")
         return (
-            f"{gpus} GPUs: tensor {layout.tensor} x pipeline {layout.pipeline}{expert}, "
+            f"{gpus} GPUs: tensor {layout.tensor} x pipeline {layout.pipeline}{virtual}{context}{expert}{sharded}, "
             f"micro-batch {self.micro_batch_size}{recompute}"
         )
 
@@ -73,12 +73,9 @@ class Planner:
     """
 
     def __init__(self, recipe: run.Partial):
-        import fiddle
-
         self.recipe = recipe
-        self.config: GPTConfig = fiddle.build(recipe.model.config)
-        objective = fiddle.build(recipe.model.objective)
-        self.positions_per_sample = recipe.data.seq_length * objective.views * (2 if objective.block_size else 1)
+        self.config: GPTConfig = fdl.build(recipe.model.config)
+        self.objective = fdl.build(recipe.model.objective)
         self.vocab_size = getattr(recipe.data, "vocab_size", None)
 
     @property
@@ -88,36 +85,40 @@ class Planner:
 
     def own(self, gpus: int) -> Candidate:
         """The recipe as it stands, on so many GPUs."""
-        strategy = self.recipe.trainer.strategy
-        layout = Layout(
-            *_nodes(gpus),
-            tensor=strategy.tensor_model_parallel_size,
-            pipeline=strategy.pipeline_model_parallel_size,
-            expert=strategy.expert_model_parallel_size,
-            expert_tensor=strategy.expert_tensor_parallel_size or strategy.tensor_model_parallel_size,
-        )
-        recompute = self.config.recompute_granularity == "full"
-        return self._candidate(layout, self.recipe.data.micro_batch_size, recompute)
+        return self._candidate(self._own_layout(gpus), self.recipe.data.micro_batch_size, Recomputation.of(self.config))
 
     def problem(self, candidate: Candidate) -> str | None:
         """Why a layout does not divide model and data; None where it does."""
-        config, layout = self.config, candidate.layout
+        config, layout, data = self.config, candidate.layout, self.recipe.data
         gpus = layout.num_nodes * layout.gpus_per_node
-        model_ranks = layout.tensor * layout.pipeline
+        model_ranks = layout.tensor * layout.pipeline * layout.context
         expert_ranks = layout.expert * layout.expert_tensor * layout.pipeline
         samples = candidate.micro_batch_size * max(gpus // model_ranks, 1)
+        shards = layout.context * (layout.tensor if layout.sequence else 1)
+        block = self.objective.block_size if layout.context > 1 else None
+        # Virtual stages take micro-batches in groups.
+        groups = layout.pipeline if layout.virtual > 1 else 1
         for name, whole, part in (
             ("query groups over tensor", config.num_query_groups, layout.tensor),
             ("MLP width over tensor", config.ffn_hidden_size, layout.tensor),
-            ("tokens over tensor", self.recipe.data.seq_length, layout.tensor),
-            ("layers over pipeline", config.num_layers, layout.pipeline),
+            ("tokens over tensor x context", data.seq_length, shards),
+            ("tokens of a shard over block size", data.seq_length // layout.context, block or 1),
+            ("layers over pipeline", config.num_layers, layout.pipeline * layout.virtual),
             ("experts over expert", config.num_moe_experts or 1, layout.expert),
-            ("GPUs over tensor x pipeline", gpus, model_ranks),
+            ("GPUs over tensor x pipeline x context", gpus, model_ranks),
             ("GPUs over expert x pipeline", gpus, expert_ranks),
-            ("samples of a step over those at once", self.recipe.data.global_batch_size, samples),
+            ("samples of a step over those at once", data.global_batch_size, samples),
+            ("micro-batches over pipeline", data.global_batch_size // samples, groups),
         ):
             if whole % part:
                 return f"{name}: {whole} is not divisible by {part}"
+        if (candidate.recompute.num_layers or 0) > self._layers_of_chunk(layout):
+            return f"recomputed layers: more than the {self._layers_of_chunk(layout)} of a stage"
+        cut_otherwise = config.num_moe_experts and layout.expert_tensor != layout.tensor
+        if layout.fully_sharded and (layout.pipeline > 1 or layout.expert > 1 or cut_otherwise):
+            return "Megatron-FSDP goes neither with pipeline stages nor with experts dealt out or cut otherwise"
+        if config.num_moe_experts and layout.tensor > 1 and not layout.sequence:
+            return "experts on tensor-parallel GPUs need sequence parallelism"
         return None
 
     def fitting(self, gpus: int, memory_gb: float) -> list[Candidate]:
@@ -129,7 +130,7 @@ class Planner:
         ]
 
         best: dict[Layout, Candidate] = {}
-        for candidate in sorted(found, key=_cost):
+        for candidate in sorted(found, key=self.cost):
             best.setdefault(candidate.layout, candidate)
         return list(best.values())
 
@@ -137,41 +138,72 @@ class Planner:
         """The fewest GPUs that any layout fits, in powers of two up to 4,096."""
         return next((gpus for gpus in (2**power for power in range(13)) if self.fitting(gpus, memory_gb)), None)
 
-    def _candidates(self, gpus: int) -> Iterator[Candidate]:
-        experts = (1, 2, 4, 8, 16, 32, 64) if self.config.num_moe_experts else (1,)
-        sizes = {self.recipe.data.micro_batch_size, 1}
-        for tensor, pipeline, expert, size, recompute in product(
-            (1, 2, 4, 8), (1, 2, 4, 8, 16), experts, sizes, (False, True)
-        ):
-            layout = Layout(*_nodes(gpus), tensor=tensor, pipeline=pipeline, expert=expert)
-            if tensor <= layout.gpus_per_node:
-                yield self._candidate(layout, size, recompute)
+    def _layers_of_chunk(self, layout: Layout) -> int:
+        return max(self.config.num_layers // (layout.pipeline * layout.virtual), 1)
 
-    def _candidate(self, layout: Layout, micro_batch_size: int, recompute: bool) -> Candidate:
-        memory = estimate_memory(
+    def _own_layout(self, gpus: int) -> Layout:
+        fields = fdl.ordered_arguments(self.recipe.trainer.strategy, include_defaults=True)
+        return layout_of_strategy(fields, gpus)
+
+    def _candidates(self, gpus: int) -> Iterator[Candidate]:
+        own = self._own_layout(gpus)
+        experts = (1, 2, 4, 8, 16, 32, 64) if self.config.num_moe_experts else (1,)
+        longest = max(self.recipe.data.seq_length // SHORTEST_SHARD, own.context)
+        contexts = [size for size in (1, 2, 4, 8, 16) if size <= longest]
+        for tensor, pipeline, context, expert in product((1, 2, 4, 8), (1, 2, 4, 8, 16), contexts, experts):
+            layout = Layout(
+                *nodes_of(gpus),
+                tensor=tensor,
+                pipeline=pipeline,
+                context=context,
+                expert=expert,
+                expert_tensor=tensor if own.fully_sharded else 1,
+                fully_sharded=own.fully_sharded,
+            )
+            if tensor <= layout.gpus_per_node:
+                yield from self._settings_of(layout)
+
+    def _settings_of(self, layout: Layout) -> Iterator[Candidate]:
+        sizes = {self.recipe.data.micro_batch_size, 1}
+        # In an order of their own: what is listed first wins among equals.
+        recomputations = dict.fromkeys((NOTHING, Recomputation.of(self.config), EVERY_LAYER))
+        for size, recompute in product(sizes, recomputations):
+            yield self._candidate(layout, size, recompute)
+
+    def _candidate(self, layout: Layout, micro_batch_size: int, recompute: Recomputation) -> Candidate:
+        data = self.recipe.data
+        memory = estimate_training_memory(
             self.config,
+            self.objective,
             layout,
-            micro_batch_size * self.positions_per_sample,
+            seq_length=data.seq_length,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=data.global_batch_size,
             recompute=recompute,
             vocab_size=self.vocab_size,
         )
         return Candidate(layout, micro_batch_size, recompute, memory)
 
+    def cost(self, candidate: Candidate) -> tuple:
+        """The lower, the faster, as far as sizes tell.
 
-def _cost(candidate: Candidate) -> tuple:
-    """The lower, the faster, as far as sizes tell.
-
-    Recomputation costs a third of the work; experts beyond a node wait for the network; stages of a pipeline wait for
-    each other; tensor parallelism, and then experts, exchange more the further they spread.
-    """
-    layout = candidate.layout
-    beyond_node = layout.expert > layout.gpus_per_node
-    return candidate.recompute, beyond_node, layout.pipeline, layout.tensor, layout.expert, -candidate.micro_batch_size
-
-
-def _nodes(gpus: int) -> tuple[int, int]:
-    """Nodes, and GPUs of each."""
-    return (gpus // GPUS_PER_NODE, GPUS_PER_NODE) if gpus % GPUS_PER_NODE == 0 else (1, gpus)
+        Recomputation costs a third of the work; context-parallel GPUs and experts beyond a node wait for the network;
+        stages of a pipeline wait for each other; context and tensor parallelism, and then experts, exchange more the
+        further they spread.
+        """
+        layout = candidate.layout
+        share = candidate.recompute.share(self._layers_of_chunk(layout))
+        beyond_node = max(layout.expert, layout.tensor * layout.context) > layout.gpus_per_node
+        return (
+            share,
+            candidate.recompute.granularity is not None,
+            beyond_node,
+            layout.pipeline,
+            layout.context,
+            layout.tensor,
+            layout.expert,
+            -candidate.micro_batch_size,
+        )
 
 
 def plan(recipe: str, gpus: int = 8, memory: float = 80.0, proposals: int = 3) -> str:
@@ -197,31 +229,42 @@ def plan(recipe: str, gpus: int = 8, memory: float = 80.0, proposals: int = 3) -
     planner = Planner(RECIPES[recipe]())
     fitting = planner.fitting(gpus, memory)
     own = planner.own(gpus)
+    size = _amount(planner.parameters)
     if not fitting:
         fewest = planner.smallest(memory)
         hint = f"it takes {fewest} of them" if fewest else "no number of them is enough; take GPUs of more memory"
         raise ValueError(
-            f"{recipe}, {planner.parameters / 1e9:.2f} billion parameters, does not fit {gpus} GPUs of {memory:g} GB "
+            f"{recipe}, {size} parameters, does not fit {gpus} GPUs of {memory:g} GB "
             f"in any layout: all weights, gradients and moments are {18 * planner.parameters / 1e9:,.0f} GB; {hint}"
         )
     problem = planner.problem(own)
     if problem is None and own.memory.total / 1e9 > memory - RESERVE_GB:
         problem = f"{RESERVE_GB:g} GB stay free for CUDA and NCCL"
     verdict = f"does not fit {gpus} GPUs of {memory:g} GB as it stands ({problem})" if problem else "fits"
-    others = [candidate for candidate in fitting if problem or _cost(candidate) < _cost(own)][:proposals]
+    faster = [candidate for candidate in fitting if problem or planner.cost(candidate) < planner.cost(own)]
+    others = faster[:proposals]
     rows = [("as it stands", own.memory), *((candidate.title, candidate.memory) for candidate in others)]
-    width = max(len(title) for title, _ in rows)
-    lines = [
-        f"{recipe}: {planner.parameters / 1e9:.2f} billion parameters, {verdict}",
-        "",
-        f"{'GB on the fullest GPU':{width}}" + "".join(f"{part:>12}" for part in (*PARTS, "total")),
-        *(_row(title, width, memory) for title, memory in rows),
-    ]
+    lines = [f"{recipe}: {size} parameters, {verdict}", "", *_table(rows)]
     for candidate in others:
         lines += ["", candidate.title, f"    {candidate.arguments(own)}"]
     return "\n".join(lines)
 
 
-def _row(title: str, width: int, memory: MemoryEstimate) -> str:
-    values = (*(getattr(memory, part) for part in PARTS), memory.total)
-    return f"{title:{width}}" + "".join(f"{value / 1e9:12.1f}" for value in values)
+def _amount(number: int) -> str:
+    """In billions, millions or thousands."""
+    for name, unit in (("billion", 10**9), ("million", 10**6), ("thousand", 10**3)):
+        if number >= unit / 10:
+            return f"{number / unit:.2f} {name}"
+    return str(number)
+
+
+def _table(rows: list[tuple[str, MemoryEstimate]]) -> list[str]:
+    """Lines: parts and total of each row, in MB where all are below a GB."""
+    name, unit = ("GB", 1e9) if max(memory.total for _, memory in rows) >= 1e9 else ("MB", 1e6)
+    head = f"{name} on the fullest GPU"
+    width = max(len(title) for title in (head, *(title for title, _ in rows)))
+    lines = [f"{head:{width}}" + "".join(f"{part:>12}" for part in (*PARTS, "total"))]
+    for title, memory in rows:
+        values = (*(getattr(memory, part) for part in PARTS), memory.total)
+        lines.append(f"{title:{width}}" + "".join(f"{value / unit:12.1f}" for value in values))
+    return lines

@@ -147,8 +147,9 @@ def test_models_divide_over_their_layouts(all_recipes):
 def estimate(family_recipes, kind, facts, config, micro_batch_size):
     from nemo_dllm.recipes.memory import estimate_memory
 
-    positions = micro_batch_size * family_recipes.SEQ_LENGTH * family_recipes.KINDS[kind].positions_per_token
-    return estimate_memory(config, facts.layout, positions, recompute=config.recompute_granularity == "full")
+    scored = micro_batch_size * family_recipes.SEQ_LENGTH
+    positions = scored * family_recipes.KINDS[kind].positions_per_token
+    return estimate_memory(config, facts.layout, positions, scored=scored)
 
 
 def test_models_fit_their_gpus(family_recipes, all_recipes):
