@@ -60,6 +60,38 @@ def test_one_gpu(config, estimate):
     assert memory.total == 272_768 + 545_536 + 1_636_608 + 884_736 + 129_536
 
 
+@pytest.mark.usefixtures("single_process")
+def test_what_megatron_allocates_for_weights_gradients_and_optimizer(config, estimate):
+    import torch
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
+    from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+    from nemo_dllm.connectors.build import build_on_cpu
+
+    half = config(bf16=True, params_dtype=torch.bfloat16)
+    model = MDLMModel(half, MaskedDiffusion(mask_token_id=99))
+    build_on_cpu(model)
+    distributed = {"use_distributed_optimizer": True}
+    data_parallel = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **distributed)
+    wrapped = DistributedDataParallel(half, data_parallel, model.module.bfloat16())
+    settings = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, params_dtype=torch.bfloat16, **distributed)
+    optimizer = get_megatron_optimizer(settings, [wrapped])
+    for parameter in wrapped.parameters():
+        parameter.main_grad.fill_(0.1)
+    optimizer.step()
+
+    memory = estimate(half)
+    (adam,) = [part.optimizer for part in optimizer.chained_optimizers]
+    state = [value for parameter in adam.state for value in (parameter, *adam.state[parameter].values())]
+    assert sum(value.nbytes for value in state) == memory.optimizer
+    # Buffers are rounded up.
+    (buffer,) = wrapped.buffers
+    assert memory.weights <= buffer.param_data.nbytes < 1.01 * memory.weights
+    assert memory.gradients <= buffer.grad_data.nbytes < 1.01 * memory.gradients
+
+
 def test_two_chunks_of_logits_are_there_at_once_where_there_are_more_than_one(config, estimate):
     large = config(vocab_size=10_000)
     one, more = (estimate(large, positions=8192, scored=scored).logits for scored in (4096, 4097))
@@ -182,8 +214,8 @@ def test_experts_with_a_shared_one_and_a_dense_layer(config, estimate, layer):
 
     from nemo_dllm.recipes.moe_fields import SOFTMAX_ROUTER
 
-    experts = dict(SOFTMAX_ROUTER, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=32, moe_layer_freq=[0, 1, 1, 1])
-    sparse = config(Qwen3MoEConfig, **experts, moe_shared_expert_intermediate_size=48)
+    experts = dict(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=32, moe_layer_freq=[0, 1, 1, 1])
+    sparse = config(Qwen3MoEConfig, **SOFTMAX_ROUTER, **experts, moe_shared_expert_intermediate_size=48)
     # Two experts' inputs and 3 x 32 units, 3 x 48 shared ones, and three fp32 scores of eight.
     kept = 2 * (864 - 288 + 2 * (64 + 96) + 144 + 48)
     assert layer(sparse, sparse=True).kept == kept
