@@ -157,7 +157,7 @@ class Planner:
                 pipeline=pipeline,
                 context=context,
                 expert=expert,
-                expert_tensor=tensor if own.fully_sharded else 1,
+                expert_tensor=tensor if own.fully_sharded and self.config.num_moe_experts else 1,
                 fully_sharded=own.fully_sharded,
             )
             if tensor <= layout.gpus_per_node:

@@ -119,6 +119,10 @@ def test_a_fully_sharded_recipe_stays_so(planner):
     assert sharded.memory.optimizer == whole.memory.optimizer
     assert sharded.memory.weights + sharded.memory.gradients < whole.memory.weights + whole.memory.gradients
     assert all(candidate.layout.fully_sharded for candidate in plans.fitting(8, 141.0))
+    other = plans.fitting(8, 141.0)[1]
+    assert other.layout.tensor == 2
+    divided = "trainer.strategy.tensor_model_parallel_size=2 trainer.strategy.sequence_parallel=True"
+    assert other.arguments(sharded) == f"trainer.num_nodes=1 trainer.devices=8 {divided}"
     assert not any(candidate.layout.fully_sharded for candidate in plain.fitting(8, 141.0))
     stages = planner("qwen3_8b_mdlm_pretrain", {"fsdp": "megatron", "pipeline_model_parallel_size": 2})
     assert "Megatron-FSDP goes neither with pipeline stages" in stages.problem(stages.own(8))
