@@ -9,7 +9,13 @@ import torch
 from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig
 from nemo.collections import llm
-from nemo.collections.llm.gpt.model.qwen3 import Qwen3Config1P7B, Qwen3Config8B, Qwen3Config30B_A3B, Qwen3Config600M
+from nemo.collections.llm.gpt.model.qwen3 import (
+    Qwen3Config1P7B,
+    Qwen3Config8B,
+    Qwen3Config30B_A3B,
+    Qwen3Config600M,
+    Qwen3MoEConfig,
+)
 
 from nemo_dllm.collections.diffusion.models.llada2 import LLaDA2Config16B
 from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion
@@ -106,7 +112,7 @@ def config_of(arguments: argparse.Namespace) -> llm.GPTConfig:
     }
     if arguments.model:
         config_class = MODELS[arguments.model]
-        return config_class(**common, **(experts if issubclass(config_class, llm.Qwen3MoEConfig) else {}))
+        return config_class(**common, **(experts if issubclass(config_class, Qwen3MoEConfig) else {}))
     width = arguments.hidden
     if arguments.experts:
         experts |= {"num_moe_experts": arguments.experts, "moe_router_topk": 2, "moe_ffn_hidden_size": width}

@@ -9,7 +9,7 @@ Over NCCL where each process has a GPU, over gloo on CPUs. One global batch with
 every layout that the number of processes allows, against those of the first layout, or of the file of another run. The
 difference of gradients is the largest over all tensors of |<g - g', r>| / |g'|, r being fixed random numbers of
 variance 1: an estimate of the relative error. Tokens of text per second are of all processes, over the median step; MFU
-is of an H200's bf16 peak; memory is the peak of the fullest process.
+is of an H200's bf16 peak; memory is the peak of the fullest process, in bf16 beside what ``nemo dllm plan`` expects.
 """
 
 import argparse
@@ -56,11 +56,22 @@ from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule 
 from nemo_dllm.collections.diffusion.models.fsdp_state import gradient_parts  # noqa: E402
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel  # noqa: E402
 from nemo_dllm.collections.diffusion.training.flops import H200_BF16_FLOPS, train_flops_per_token  # noqa: E402
+from nemo_dllm.recipes.builder import layout_of_strategy  # noqa: E402
+from nemo_dllm.recipes.memory import estimate_training_memory  # noqa: E402
 
 WARMUP = 2
 """Steps that are not timed."""
 NAME_WIDTH = 20
-TITLES = {"loss": 10, "difference": 11, "gradients": 11, "tokens/s": 10, "speed": 8, "MFU": 7, "memory": 9}
+TITLES = {
+    "loss": 10,
+    "difference": 11,
+    "gradients": 11,
+    "tokens/s": 10,
+    "speed": 8,
+    "MFU": 7,
+    "memory": 9,
+    "planned": 9,
+}
 """Columns and their widths."""
 
 
@@ -198,7 +209,16 @@ def measure(arguments: argparse.Namespace, layout: str) -> dict:
     block, views = model.objective.block_size, model.objective.views
     flops = train_flops_per_token(model.config, model.config.vocab_size, arguments.length, block, views)
     mfu = 100 * speed * flops / H200_BF16_FLOPS / torch.distributed.get_world_size()
-    return {"loss": loss, "gradients": meter.gradients, "speed": speed, "mfu": mfu, "memory": memory}
+    planned = estimate_training_memory(
+        model.config,
+        model.objective,
+        layout_of_strategy(strategy_of(layout), arguments.processes),
+        seq_length=arguments.length,
+        micro_batch_size=arguments.micro_batch,
+        global_batch_size=arguments.sequences,
+    )
+    row = {"loss": loss, "gradients": meter.gradients, "speed": speed, "mfu": mfu}
+    return row | {"memory": memory, "planned": planned.total / 1e9}
 
 
 def fits(layout: str, processes: int, experts: int) -> bool:
@@ -224,13 +244,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
     parser.add_argument("--steps", type=int, default=3, help=f"that are timed, after {WARMUP} that are not")
-    parser.add_argument(
-        "--layouts",
-        nargs="*",
-        type=layout_name,
-        help=f"default: of {', '.join(USUAL)}, those that fit",
-        metavar="LAYOUT",
-    )
+    known = f"default: of {', '.join(USUAL)}, those that fit"
+    parser.add_argument("--layouts", nargs="*", type=layout_name, metavar="LAYOUT", help=known)
     parser.add_argument("--save", metavar="FILE", help="write the figures, loss and gradients of the first layout")
     parser.add_argument("--against", metavar="FILE", help="compare with the figures that another run has saved")
     arguments = parser.parse_args()
@@ -272,6 +287,7 @@ def print_row(name: str, row: dict, first: dict) -> None:
         f"{row['speed'] / first['speed']:.2f}x",
         f"{row['mfu']:.1f}%",
         f"{row['memory']:.1f} GB",
+        f"{row['planned']:.1f} GB",
     )
     cells = (figure.rjust(width) for figure, width in zip(figures, TITLES.values(), strict=True))
     print(name.ljust(NAME_WIDTH) + "".join(cells), flush=True)

@@ -32,6 +32,7 @@ def run_on_gpu(tmp_path):
         small |= {"trainer.log_every_n_steps": 2, "optim.lr_scheduler.warmup_steps": 2}
         job = {"folder": str(tmp_path / name), "records": str(records), "rank": 0, "ranks": 1}
         job |= {"killed_after": killed_after, "precision": precision, "edits": small | edits}
+        job["factory"] = "mdlm_tiny"
         code = f"import runpy; runpy.run_path({str(SCRIPT)!r}, {{'job': {job!r}}}, '__main__')"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=240)
         console = (

@@ -43,10 +43,26 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, scale: flo
     """Torch's fused kernels; every mask but that of :class:`Bidirectional` without documents is dense."""
     grouped = query.size(1) != key.size(1)
     mask = _mask(pattern, query, key)
+    if grouped and mask is not None and isinstance(pattern, CachedKeys):
+        return _fold_heads(query, key, value, mask, scale)
     with sdpa_kernel(_KERNELS, set_priority=True):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped
         )
+
+
+def _fold_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention of the few queries of a generation, those of all heads of a group being queries of one head.
+
+    The kernels that take a mask know no groups, and would copy the cache for each head.
+    """
+    rows, groups = key.shape[:2]
+    if mask.size(2) > 1:
+        mask = mask.unsqueeze(2).expand(-1, -1, query.size(1) // groups, -1, -1).flatten(2, 3)
+    folded = query.reshape(rows, groups, -1, query.size(-1))
+    with sdpa_kernel(_KERNELS, set_priority=True):
+        context = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    return context.reshape(*query.shape[:3], -1)
 
 
 def eager(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, scale: float, dropout: float) -> Tensor:

@@ -1,4 +1,7 @@
-"""Experts computed by torch's grouped matrix products, where Transformer Engine's are not there.
+"""Experts computed by torch's grouped matrix products.
+
+One kernel does all experts of a layer. Transformer Engine runs a product for each, which takes up to twice as long with
+128 or 256 experts (docs/throughput.md); its own are used for fp8, and where torch's do not fit.
 
 Shape letters: T tokens on this rank, sorted by expert, E experts of this rank, H hidden size, F width of an expert
 (twice it where gate and up are stacked).
@@ -17,6 +20,7 @@ def can_group(config: TransformerConfig) -> bool:
     width = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
     return (
         hasattr(F, "grouped_mm")
+        and not config.fp8
         # Its rows begin at multiples of 16 bytes.
         and config.hidden_size % 8 == width % 8 == 0
         and config.gated_linear_unit

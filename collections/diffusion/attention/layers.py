@@ -110,14 +110,14 @@ def diffusion_block_spec(
     # Kernels of Transformer Engine.
     config.moe_permute_fusion = bool(config.num_moe_experts) and use_te and torch.cuda.is_available()
     attention_backend = _backend_of(attention_backend, config, use_te)
+    experts = GroupedExperts if config.moe_grouped_gemm and can_group(config) else None
     # Megatron's own grouped experts, outside Transformer Engine, need a package, and name their weights otherwise.
     megatron_config = copy.copy(config)
-    megatron_config.moe_grouped_gemm &= use_te
+    megatron_config.moe_grouped_gemm &= use_te and experts is None
     block = get_gpt_decoder_block_spec(
         megatron_config, use_transformer_engine=use_te, normalization=config.normalization, vp_stage=vp_stage
     )
     norm = None if use_te else LOCAL_NORMS[config.normalization]
-    experts = GroupedExperts if config.moe_grouped_gemm and not use_te and can_group(config) else None
     swap = partial(_swap, core_attention=_core_attention(attention_backend), norm=norm, experts=experts)
     layer_specs = [swap(spec) for spec in block.layer_specs]
     is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)

@@ -3,32 +3,55 @@
 Shape letters: B rows, T canvas positions, L positions of one pass, S cache slots, V vocabulary.
 """
 
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys
 from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, BlockCausal
+from nemo_dllm.collections.diffusion.inference.recorded import RecordedPasses
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore
 from nemo_dllm.collections.diffusion.sampling import CacheWindow, KVCache
 
 COMMITTED_AT_ONCE = 1 << 15
 """Tokens that one pass encodes, of all rows together: what their layers hold meanwhile grows with it."""
+RECORDED_AT_ONCE = 1 << 12
+"""Tokens of a pass, of all rows together, up to which launching it takes longer than running it."""
+RECORDED_LENGTH = 64
+"""Tokens of a row, in a pass with a cache. Prompts are longer, and have a length of their own each."""
 
 
 class MegatronDenoiser:
     """A ``sampling.DenoiserFn`` and a ``sampling.CachedDenoiser`` in one.
 
     A pass with a cache runs the layers on the given positions alone; Megatron's inference engine has no part in it.
+    On a GPU small passes are recorded and replayed; with experts, whose loads the host must know, they are not.
 
     Args:
         core: the model, whole, in evaluation mode.
         block_size: tokens of a block, for models that are block-causal; None for bidirectional ones.
         causal_commits: committed tokens see only those before them, as the clean tokens of a block diffusion model did
             that was trained with a next-token loss.
+        record: whether small passes are; a model that is moved to another device afterwards needs a new denoiser.
     """
 
-    def __init__(self, core: DiffusionCore, block_size: int | None = None, causal_commits: bool = False):
+    def __init__(
+        self,
+        core: DiffusionCore,
+        block_size: int | None = None,
+        causal_commits: bool = False,
+        *,
+        record: bool = True,
+    ):
         self.core, self.block_size, self.causal_commits = core, block_size, causal_commits
+        config = core.config
+        one_rank = config.tensor_model_parallel_size == config.pipeline_model_parallel_size == 1
+        self._records = record and one_rank and not config.num_moe_experts
+        self._canvas_passes: RecordedPasses | None = None
+        # A recorded pass reads and writes its cache where that lies.
+        self._cache_passes: WeakKeyDictionary[KVCache, RecordedPasses] = WeakKeyDictionary()
 
     @property
     def vocabulary_size(self) -> int:
@@ -49,7 +72,7 @@ class MegatronDenoiser:
         Raises:
             ValueError: with ``causal_commits``: no mask says where the block at hand begins.
         """
-        return self.core(tokens_BT, attention_mask=self._pattern(key_mask_BT))
+        return self.core.logits(self._encode(tokens_BT, key_mask_BT))
 
     @torch.no_grad()
     def score_positions(
@@ -57,7 +80,19 @@ class MegatronDenoiser:
     ) -> Tensor:
         """As a call, but the logits [N, V] of some entries of the canvas only; see ``DenoiserFn``."""
         at_N = positions_N * len(tokens_BT) + rows_N
-        return self.core(tokens_BT, attention_mask=self._pattern(key_mask_BT), logits_at_N=at_N)
+        return self.core.logits(self._encode(tokens_BT, key_mask_BT), at_N)
+
+    def _encode(self, tokens_BT: Tensor, key_mask_BT: Tensor | None) -> Tensor:
+        """Hidden states [T, B, H] of a canvas."""
+
+        def run(tokens_BT: Tensor, key_mask_BT: Tensor | None = None) -> Tensor:
+            return self.core.encode(tokens_BT, attention_mask=self._pattern(key_mask_BT))
+
+        inputs = (tokens_BT,) if key_mask_BT is None else (tokens_BT, key_mask_BT)
+        if not (self._records and tokens_BT.is_cuda and tokens_BT.numel() <= RECORDED_AT_ONCE):
+            return run(*inputs)
+        self._canvas_passes = self._canvas_passes or RecordedPasses()
+        return self._canvas_passes("canvas", run, *inputs)
 
     def _pattern(self, key_mask_BT: Tensor | None) -> Bidirectional | BlockCausal:
         if self.block_size is None:
@@ -76,8 +111,12 @@ class MegatronDenoiser:
     @torch.no_grad()
     def denoise(self, tokens_BL: Tensor, positions_BL: Tensor, cache: KVCache, *, key_mask_BL: Tensor) -> Tensor:
         """Logits [B, L, V] of the given positions, which see the cache and each other; see ``CachedDenoiser``."""
-        window = cache.window(positions_BL, key_mask_BL)
-        return self.core(tokens_BL, positions_BL, _cached_keys(cache, window))
+
+        def run(tokens_BL: Tensor, positions_BL: Tensor, key_mask_BL: Tensor) -> Tensor:
+            window = cache.window(positions_BL, key_mask_BL)
+            return self.core(tokens_BL, positions_BL, self._cached_keys(cache, window))
+
+        return self._run_with(cache, "denoise", run, tokens_BL, positions_BL, key_mask_BL)
 
     @torch.no_grad()
     def score_and_keep(
@@ -92,11 +131,15 @@ class MegatronDenoiser:
         kept_BL: Tensor,
     ) -> Tensor:
         """Logits [N, V] of some of the given positions, of which the cache keeps some; see ``CachedDenoiser``."""
-        window = cache.window(positions_BL, key_mask_BL)
-        at_N = columns_N * len(tokens_BL) + rows_N
-        logits_NV = self.core(tokens_BL, positions_BL, _cached_keys(cache, window), logits_at_N=at_N)
-        cache.hold(window, kept_BL)
-        return logits_NV
+
+        def run(tokens_BL: Tensor, positions_BL: Tensor, key_mask_BL: Tensor, kept_BL: Tensor) -> Tensor:
+            window = cache.window(positions_BL, key_mask_BL)
+            hidden_LBH = self.core.encode(tokens_BL, positions_BL, self._cached_keys(cache, window))
+            cache.hold(window, kept_BL)
+            return hidden_LBH
+
+        hidden_LBH = self._run_with(cache, "score and keep", run, tokens_BL, positions_BL, key_mask_BL, kept_BL)
+        return self.core.logits(hidden_LBH, columns_N * len(tokens_BL) + rows_N)
 
     @torch.no_grad()
     def commit(
@@ -108,19 +151,39 @@ class MegatronDenoiser:
         """
         if self.causal_commits:
             blocks_BL = positions_BL
-        rows = torch.arange(len(tokens_BL), device=tokens_BL.device)
-        logits_BV = None
-        for part in _whole_blocks(blocks_BL, key_mask_BL, max(COMMITTED_AT_ONCE // len(rows), 1)):
-            real_BL = key_mask_BL[:, part]
-            window = cache.window(positions_BL[:, part], real_BL, blocks_BL[:, part])
-            at_B = (real_BL.sum(dim=1) - 1).clamp_min(0) * len(rows) + rows
-            part_BV = self.core(
-                tokens_BL[:, part], positions_BL[:, part], _cached_keys(cache, window), logits_at_N=at_B
-            )
+
+        def run(tokens_BL: Tensor, positions_BL: Tensor, key_mask_BL: Tensor, blocks_BL: Tensor) -> Tensor:
+            window = cache.window(positions_BL, key_mask_BL, blocks_BL)
+            rows = torch.arange(len(tokens_BL), device=tokens_BL.device)
+            at_B = (key_mask_BL.sum(dim=1) - 1).clamp_min(0) * len(rows) + rows
+            logits_BV = self.core(tokens_BL, positions_BL, self._cached_keys(cache, window), logits_at_N=at_B)
             cache.hold(window)
-            goes_on_B1 = real_BL.any(dim=1, keepdim=True)
-            logits_BV = part_BV if logits_BV is None else torch.where(goes_on_B1, part_BV, logits_BV)
+            return logits_BV
+
+        logits_BV = None
+        for part in _whole_blocks(blocks_BL, key_mask_BL, max(COMMITTED_AT_ONCE // len(tokens_BL), 1)):
+            given = (given_BL[:, part] for given_BL in (tokens_BL, positions_BL, key_mask_BL, blocks_BL))
+            part_BV = self._run_with(cache, "commit", run, *given)
+            if logits_BV is None:
+                logits_BV = part_BV
+            else:
+                logits_BV = torch.where(key_mask_BL[:, part].any(dim=1, keepdim=True), part_BV, logits_BV)
         return logits_BV
+
+    def _run_with(self, cache: KVCache, name: str, run: Callable[..., Tensor], tokens_BL: Tensor, *inputs: Tensor):
+        """The result of ``run`` on tokens and further inputs, recorded where that pays."""
+        small = tokens_BL.numel() <= RECORDED_AT_ONCE and tokens_BL.size(1) <= RECORDED_LENGTH
+        if not (self._records and tokens_BL.is_cuda and small):
+            return run(tokens_BL, *inputs)
+        if cache not in self._cache_passes:
+            self._cache_passes[cache] = RecordedPasses()
+        return self._cache_passes[cache](name, run, tokens_BL, *inputs)
+
+    @staticmethod
+    def _cached_keys(cache: KVCache, window: CacheWindow) -> CachedKeys:
+        # A recorded pass serves however much the cache holds, and waits for nothing.
+        recording = window.slots_BL.is_cuda and torch.cuda.is_current_stream_capturing()
+        return _all_keys(cache, window) if recording else _seen_keys(cache, window)
 
 
 def _whole_blocks(blocks_BL: Tensor, key_mask_BL: Tensor, longest: int) -> list[slice]:
@@ -138,21 +201,39 @@ def _whole_blocks(blocks_BL: Tensor, key_mask_BL: Tensor, longest: int) -> list[
     return parts
 
 
-def _cached_keys(cache: KVCache, window: CacheWindow) -> CachedKeys:
+def _seen_keys(cache: KVCache, window: CacheWindow) -> CachedKeys:
     """The pass as layers see it: no slots behind the last visible one, and no mask where all see all."""
-    # Padding has the last slot. Whoever sees nothing else may see anything: its logits are not read.
-    visible_BLS = window.visible_BLS[..., :-1]
+    visible_BLS = _real_slots(window)
     positions_S = torch.arange(1, visible_BLS.size(-1) + 1, device=visible_BLS.device)
-    used = (visible_BLS.flatten(0, 1).any(dim=0) * positions_S).max()
-    visible_BLS = visible_BLS | ~visible_BLS.any(dim=-1, keepdim=True)
+    used = (window.visible_BLS[..., :-1].flatten(0, 1).any(dim=0) * positions_S).max()
     pairs = (visible_BLS & (positions_S <= used)).sum()
     # One wait for the device, not two.
     used, pairs = torch.stack([used, pairs]).tolist()
     used = max(used, 1)
     sees_all = pairs == used * visible_BLS[..., 0].numel()
+    return CachedKeys(None if sees_all else visible_BLS[..., :used], _exchange(cache, window, used))
+
+
+def _all_keys(cache: KVCache, window: CacheWindow) -> CachedKeys:
+    """The pass over all slots, which ones are visible being the device's to know."""
+    visible_BLS = _real_slots(window)
+    return CachedKeys(visible_BLS, _exchange(cache, window, visible_BLS.size(-1)))
+
+
+def _real_slots(window: CacheWindow) -> Tensor:
+    """Bool, what each position may attend to. Padding has the last slot."""
+    visible_BLS = window.visible_BLS[..., :-1]
+    # Whoever sees nothing else may see anything: its logits are not read.
+    return visible_BLS | ~visible_BLS.any(dim=-1, keepdim=True)
+
+
+def _exchange(
+    cache: KVCache, window: CacheWindow, slots: int
+) -> Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The part of ``CachedKeys`` that writes to the cache, and reads its first slots."""
 
     def exchange(layer: int, keys_BLGD: Tensor, values_BLGD: Tensor) -> tuple[Tensor, Tensor]:
         keys_BSGD, values_BSGD = cache.write(layer, window, keys_BLGD, values_BLGD)
-        return keys_BSGD[:, :used], values_BSGD[:, :used]
+        return keys_BSGD[:, :slots], values_BSGD[:, :slots]
 
-    return CachedKeys(None if sees_all else visible_BLS[..., :used], exchange)
+    return exchange

@@ -158,6 +158,22 @@ class DiffusionCore(MegatronGPTModel):
         Raises:
             ValueError: for a pattern of another shape than the input.
         """
+        hidden_SBH = self.encode(input_ids, position_ids, attention_mask)
+        if not self.post_process:
+            return hidden_SBH
+        if targets is not None:
+            return self._score(hidden_SBH, targets)
+        if logits_at_N is None and isinstance(attention_mask, NoisyClean):
+            return self.logits(hidden_SBH)[:, : attention_mask.output_length // self.pg_collection.cp.size()]
+        return self.logits(hidden_SBH, logits_at_N)
+
+    def encode(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | Pattern | CachedKeys | None = None,
+    ) -> Tensor:
+        """Hidden states [S, B, H] of this pipeline stage, on the last one after the final norm; see :meth:`forward`."""
         pattern = attention_mask
         if pattern is None or isinstance(pattern, Tensor):
             pattern = Bidirectional(pattern)
@@ -168,22 +184,13 @@ class DiffusionCore(MegatronGPTModel):
                 position_ids = token_positions(pattern, input_ids.device)
                 if contexts > 1:
                     position_ids = self._shard_of_positions(pattern, position_ids, input_ids)
-        hidden_SBH = self.decoder(
+        return self.decoder(
             hidden_states=self._embed(input_ids, position_ids) if self.pre_process else None,
             # A pattern is no tensor: see FusedSelfAttention.
             attention_mask=None,
             attention_bias=pattern,
             rotary_pos_emb=self._rotary_table(input_ids.size(1), position_ids),
         )
-        if not self.post_process:
-            return hidden_SBH
-        if logits_at_N is not None:
-            return self._logits(hidden_SBH.flatten(0, 1)[logits_at_N, None])[0]
-        if targets is None:
-            logits_BSV = self._logits(hidden_SBH)
-            read = pattern.output_length // contexts if isinstance(pattern, NoisyClean) else None
-            return logits_BSV[:, :read]
-        return self._score(hidden_SBH, targets)
 
     def _shard_of_positions(self, pattern: Pattern, position_ids: Tensor | None, input_ids: Tensor) -> Tensor:
         group = self.pg_collection.cp
@@ -211,7 +218,10 @@ class DiffusionCore(MegatronGPTModel):
             return rotary_table(torch.stack((angles, angles), dim=-1).flatten(-2))
         return rotary_table(torch.cat((angles, angles), dim=-1))
 
-    def _logits(self, hidden_SBH: Tensor) -> Tensor:
+    def logits(self, hidden_SBH: Tensor, at_N: Tensor | None = None) -> Tensor:
+        """Logits [B, S, logical vocabulary] of hidden states, or [N, logical vocabulary]; see :meth:`forward`."""
+        if at_N is not None:
+            return self.logits(hidden_SBH.flatten(0, 1)[at_N, None])[0]
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits_SBV, _ = self.output_layer(hidden_SBH, weight=weight, runtime_gather_output=True)
         return logits_SBV[..., : self.logical_vocab_size].transpose(0, 1).contiguous()

@@ -94,8 +94,9 @@ class BalancedRouter(TopKRouter):
 
     def start_statistics(self) -> None:
         """Forget the load and the losses so far."""
-        device = self.weight.device
-        self.load_CE = torch.zeros(len(TokenKind), self.num_experts, device=device)
+        # A buffer follows the weights to their device; not a persistent one, so no checkpoint holds it.
+        load_CE = torch.zeros(len(TokenKind), self.num_experts, device=self.weight.device)
+        self.register_buffer("load_CE", load_CE, persistent=False)
         self.losses = {}
 
     def _maintain_float32_expert_bias(self) -> None:

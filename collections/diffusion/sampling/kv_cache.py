@@ -108,4 +108,4 @@ class KVCache:
         if kept_BL is not None:
             slots_BL = window.slots_BL.where(kept_BL, self._padding_slot)
             written_BS = written_BS & torch.zeros_like(written_BS).scatter_(1, slots_BL, True)
-        self._held_BS = self._held_BS | written_BS
+        self._held_BS |= written_BS

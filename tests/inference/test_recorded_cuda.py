@@ -1,0 +1,109 @@
+"""Passes that are recorded on a GPU give what they give when they run as they are.
+
+Shape letters: B rows, T canvas positions, L positions of one pass.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_dllm.collections.diffusion.sampling import SamplerConfig, generate
+
+pytestmark = [pytest.mark.gpu, pytest.mark.nemo]
+
+MODELS = Path(__file__).parents[1] / "golden" / "models"
+PROMPTS = [[12, 60, 4], [29, 12, 4, 0, 159, 33, 91, 8, 7], [5], [88, 7, 1, 8]]
+
+
+@pytest.fixture(scope="module", params=["sdar", "a2d_llama"])
+def loaded(request, single_process):
+    from nemo_dllm.collections.diffusion.inference import load_checkpoint
+
+    return load_checkpoint(MODELS / request.param)
+
+
+@pytest.fixture
+def both(loaded):
+    """The denoiser that records, and the one that does not."""
+    from nemo_dllm.collections.diffusion.inference import MegatronDenoiser
+
+    return [MegatronDenoiser(loaded.core, loaded.block_size or 4, record=record) for record in (True, False)]
+
+
+def canvas(seed, rows=3, length=12):
+    return torch.randint(0, 150, (rows, length), generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_canvas(both, padded):
+    kept = []
+    for seed in range(5):
+        tokens_BT = canvas(seed)
+        key_mask_BT = torch.arange(12).cuda() < torch.tensor([[12], [7 + seed], [3]]).cuda() if padded else None
+        at = torch.tensor([0, 1, 2], device="cuda"), torch.tensor([seed, 2, 1], device="cuda")
+        recorded, plain = (
+            (model(tokens_BT, key_mask_BT=key_mask_BT), model.score_positions(tokens_BT, *at, key_mask_BT=key_mask_BT))
+            for model in both
+        )
+        real_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if key_mask_BT is None else key_mask_BT
+        assert torch.equal(recorded[0][real_BT], plain[0][real_BT])
+        assert torch.equal(recorded[1], plain[1])
+        kept.append((recorded[0], recorded[0].clone()))
+    # Replays leave earlier results alone.
+    assert all(torch.equal(result, copy) for result, copy in kept)
+    assert len(both[0]._canvas_passes._graphs) == 1 and both[1]._canvas_passes is None
+
+
+def test_blocks_with_a_cache(both):
+    rows, size = 2, 4
+    caches = [model.new_cache(rows, 40) for model in both]
+    for step in range(10):
+        tokens_BL = canvas(step, rows, size)
+        positions_BL = torch.arange(size * step, size * (step + 1)).cuda().expand(rows, -1)
+        # The second row has ended with the sixth block, whose half it fills.
+        real_BL = torch.ones_like(tokens_BL, dtype=torch.bool)
+        real_BL[1, max(0, 22 - size * step) :] = False
+        given = {"tokens_BL": tokens_BL, "positions_BL": positions_BL, "key_mask_BL": real_BL}
+        looked = [model.denoise(cache=cache, **given) for model, cache in zip(both, caches, strict=True)]
+        torch.testing.assert_close(looked[0][real_BL], looked[1][real_BL], atol=2e-5, rtol=0)
+        kept = [
+            model.commit(cache=cache, blocks_BL=positions_BL // size, **given)
+            for model, cache in zip(both, caches, strict=True)
+        ]
+        ends_B = real_BL.any(dim=1)
+        torch.testing.assert_close(kept[0][ends_B], kept[1][ends_B], atol=2e-5, rtol=0)
+        assert torch.equal(caches[0].held_BS, caches[1].held_BS)
+    assert {name for name, *_ in both[0]._cache_passes[caches[0]]._graphs} == {"denoise", "commit"}
+    assert all(graph is not None for graph in both[0]._cache_passes[caches[0]]._graphs.values())
+    assert not both[1]._cache_passes
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cache": "exact"},
+        {"cache": "exact", "cfg_scale": 1.0},
+        {"cache": None, "cfg_scale": 1.0},
+        {"cache": None, "temperature": 1.0, "seed": 3},
+        {"cache": "approximate_delayed"},
+        {"cache": "approximate_dual"},
+    ],
+    ids=str,
+)
+def test_the_sampler_writes_the_same(both, loaded, fields):
+    config = SamplerConfig(max_new_tokens=24, block_size=4, **fields)
+    written = [generate(model, PROMPTS, config, mask_token_id=loaded.mask_token_id, device="cuda") for model in both]
+    recorded, plain = ([row.tolist() for row in result.completions] for result in written)
+    assert recorded == plain and all(recorded)
+
+
+def test_a_cache_is_forgotten_with_its_passes(both):
+    cache = both[0].new_cache(1, 8)
+    for step in range(3):
+        tokens_BL = canvas(step, 1, 4)
+        positions_BL = torch.arange(4).cuda()[None]
+        both[0].denoise(tokens_BL, positions_BL, cache, key_mask_BL=torch.ones_like(tokens_BL, dtype=torch.bool))
+    assert len(both[0]._cache_passes) == 1
+    del cache
+    assert len(both[0]._cache_passes) == 0
