@@ -15,15 +15,10 @@ def select(probabilities, quota=1, candidates=None, **fields):
     given_NV = torch.tensor([[p, 1 - p] for p in probabilities])
     drawn_N = torch.full((len(probabilities),), 0.5, dtype=torch.float64)
     proposed = Predictions(torch.zeros(len(probabilities), dtype=torch.int64), given_NV, lambda: drawn_N)
-    scored_BT = torch.ones(1, len(probabilities), dtype=torch.bool)
-    candidates_BT = scored_BT if candidates is None else torch.tensor([candidates])
+    candidates_BT = torch.tensor([candidates or [True] * len(probabilities)])
     config = SamplerConfig(**fields)
-    return (
-        select_commits(judge(proposed, config), scored_BT, candidates_BT, torch.tensor([quota]), config)[0]
-        .nonzero()
-        .flatten()
-        .tolist()
-    )
+    judged = judge(proposed, config).at(candidates_BT[0])
+    return select_commits(judged, candidates_BT, [quota], config)[0].nonzero().flatten().tolist()
 
 
 @pytest.mark.parametrize(
@@ -70,9 +65,8 @@ def test_order_at_a_temperature_follows_the_scores():
     noise = RowNoise(0, range(rows), torch.device("cpu"))
     given_NV = torch.stack([scores, 1 - scores], dim=1).repeat(rows, 1)
     proposed = Predictions(torch.zeros(3 * rows, dtype=torch.int64), given_NV, lambda: noise.uniform(scored_BT))
-    one_each_B = torch.ones(rows, dtype=torch.int64)
     config = SamplerConfig(remasking_temperature=0.25)
-    draws = select_commits(judge(proposed, config), scored_BT, scored_BT, one_each_B, config).sum(dim=0)
+    draws = select_commits(judge(proposed, config), scored_BT, [1] * rows, config).sum(dim=0)
     expected = (scores / 0.25).softmax(dim=0) * rows
     assert ((draws - expected) ** 2 / expected).sum() < 18.4  # 2 degrees of freedom, 1 in 10,000
 

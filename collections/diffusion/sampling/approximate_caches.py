@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, Window, gather_window, on_device
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, gather_window, on_device
 from nemo_dllm.collections.diffusion.sampling.cached_scorer import CachedScorer
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
@@ -21,8 +21,10 @@ class ApproximateCache(CachedScorer):
     Wu et al. 2025, Fast-dLLM: "prefix" keeps what is before the block, "dual" what is after it as well.
     """
 
-    def __init__(self, model: CachedDenoiser, canvas: Canvas, right_shift: bool, *, keep_suffix: bool):
-        super().__init__(model, canvas, right_shift)
+    def __init__(
+        self, model: CachedDenoiser, canvas: Canvas, right_shift: bool, device: torch.device, *, keep_suffix: bool
+    ):
+        super().__init__(model, canvas, right_shift, device)
         self._keep_suffix = keep_suffix
         # No block yet.
         self._block_B = torch.full_like(canvas.blocks_BT[:, 0], torch.iinfo(torch.int64).max)
@@ -34,26 +36,30 @@ class ApproximateCache(CachedScorer):
         joined._block_B = stack_rows(attribute_of(picked, "_block_B"))
         return joined
 
-    def __call__(self, tokens_BT: Tensor, active_BT: Tensor, scored_BT: Tensor, device: torch.device) -> Tensor:
+    def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None:
+        """Encode the text of rows that begin a block."""
         blocks_BT, keys_BT = self._canvas.blocks_BT, self._canvas.keys_BT
         none = torch.iinfo(torch.int64).max
         block_B = blocks_BT.masked_fill(~active_BT, none).amin(dim=1)
         began_B = block_B != self._block_B
         self._block_B = block_B
         # Rows begin their blocks on their own, so that what else is in a batch does not refresh their cache.
-        self._encode(tokens_BT, keys_BT & (began_B & active_BT.any(dim=1))[:, None], device)
+        self._encode(tokens_BT, keys_BT & (began_B & active_BT.any(dim=1))[:, None])
         window_BT = active_BT if self._keep_suffix else keys_BT & (blocks_BT >= block_B[:, None])
         if self._right_shift:
             window_BT = window_BT | _left_neighbours(window_BT)
-        window = gather_window(window_BT)
-        given = window.take(tokens_BT, self._positions_BT, device)
-        logits_BLV = self._model.denoise(*given[:2], self._cache, key_mask_BL=given.key_mask_BL)
-        return logits_BLV[_places(scored_BT, window, self._right_shift, device)]
+        self._take(window_BT)
+        if self._right_shift:
+            self._places_2BT = _shifted(self._places_2BT)
 
-    def _encode(self, tokens_BT: Tensor, chosen_BT: Tensor, device: torch.device) -> None:
+    def __call__(self, tokens_BT: Tensor, scored_BT: Tensor) -> Tensor:
+        places_2N = on_device(self._places_2BT[:, scored_BT], self._device)
+        return self._denoise(tokens_BT)[places_2N.unbind()]
+
+    def _encode(self, tokens_BT: Tensor, chosen_BT: Tensor) -> None:
         if not chosen_BT.any():
             return
-        given = gather_window(chosen_BT).take(tokens_BT, self._positions_BT, device)
+        given = gather_window(chosen_BT).take(tokens_BT, self._positions_BT, self._device)
         one_block_BL = torch.zeros_like(given.positions_BL)
         self._model.commit(*given[:2], self._cache, key_mask_BL=given.key_mask_BL, blocks_BL=one_block_BL)
 
@@ -67,9 +73,16 @@ class DelayedCache(CachedScorer):
     """
 
     def __init__(
-        self, model: CachedDenoiser, canvas: Canvas, right_shift: bool, mask_token_id: int, refresh_interval: int
+        self,
+        model: CachedDenoiser,
+        canvas: Canvas,
+        right_shift: bool,
+        device: torch.device,
+        *,
+        mask_token_id: int,
+        refresh_interval: int,
     ):
-        super().__init__(model, canvas, right_shift)
+        super().__init__(model, canvas, right_shift, device)
         self._mask_token_id, self._refresh_interval = mask_token_id, refresh_interval
         self._encoded_BT = torch.full_like(canvas.blocks_BT, -1)
         self._passes_B = torch.zeros_like(canvas.blocks_BT[:, 0])
@@ -82,7 +95,10 @@ class DelayedCache(CachedScorer):
         joined._passes_B = stack_rows(attribute_of(picked, "_passes_B"))
         return joined
 
-    def __call__(self, tokens_BT: Tensor, active_BT: Tensor, scored_BT: Tensor, device: torch.device) -> Tensor:
+    def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None:
+        """Blocks make no difference."""
+
+    def __call__(self, tokens_BT: Tensor, scored_BT: Tensor) -> Tensor:
         # A row that waits or is full has no pass: its refreshes do not depend on what it is batched with.
         live_B = scored_BT.any(dim=1)
         holes_BT = self._canvas.holes_BT & (tokens_BT == self._mask_token_id)
@@ -92,9 +108,12 @@ class DelayedCache(CachedScorer):
         if self._right_shift:
             window_BT = window_BT | _left_neighbours(scored_BT)
         window = gather_window(window_BT)
-        given = window.take(tokens_BT, self._positions_BT, device)
-        kept_BL = on_device(~holes_BT.gather(1, window.index_BL) & window.valid_BL, device)
-        rows_N, columns_N = _places(scored_BT, window, self._right_shift, device)
+        given = window.take(tokens_BT, self._positions_BT, self._device)
+        kept_BL = on_device(~holes_BT.gather(1, window.index_BL) & window.valid_BL, self._device)
+        places_2BT = window.places(tokens_BT.shape[1])
+        if self._right_shift:
+            places_2BT = _shifted(places_2BT)
+        rows_N, columns_N = on_device(places_2BT[:, scored_BT], self._device).unbind()
         self._encoded_BT = torch.where(window_BT, tokens_BT, self._encoded_BT)
         self._passes_B = self._passes_B + live_B
         return self._model.score_and_keep(
@@ -107,12 +126,6 @@ def _left_neighbours(chosen_BT: Tensor) -> Tensor:
     return torch.cat([chosen_BT[:, 1:], torch.zeros_like(chosen_BT[:, :1])], dim=1)
 
 
-def _places(scored_BT: Tensor, window: Window, right_shift: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where in a pass the scored positions have their logits: rows and columns, int64 [N]."""
-    rows_N, positions_N = scored_BT.nonzero(as_tuple=True)
-    if right_shift:
-        positions_N = (positions_N - 1).clamp_min(0)
-    given_rows_M, columns_M = window.valid_BL.nonzero(as_tuple=True)
-    columns_BT = torch.zeros_like(scored_BT, dtype=torch.int64)
-    columns_BT[given_rows_M, window.index_BL[given_rows_M, columns_M]] = columns_M
-    return on_device(rows_N, device), on_device(columns_BT[rows_N, positions_N], device)
+def _shifted(places_2BT: Tensor) -> Tensor:
+    """Where the logits are that score each position, with a shift: at its left neighbour, and position 0 at itself."""
+    return torch.cat([places_2BT[..., :1], places_2BT[..., :-1]], dim=2)

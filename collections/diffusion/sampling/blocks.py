@@ -72,6 +72,15 @@ class Window(NamedTuple):
         parts = (tokens_BT.gather(1, self.index_BL), positions_BT.gather(1, self.index_BL), self.valid_BL)
         return Given(*(on_device(part, device) for part in parts))
 
+    def places(self, positions: int) -> Tensor:
+        """Row and column of the window, int64 [2, B, T], for each of the ``positions`` of the canvas that is in it."""
+        rows_B1 = torch.arange(len(self.index_BL))[:, None]
+        columns_BL = torch.arange(self.index_BL.shape[1]).expand_as(self.index_BL)
+        # Padding goes to a position of its own.
+        index_BL = self.index_BL.masked_fill(~self.valid_BL, positions)
+        columns_BT = self.index_BL.new_zeros(len(rows_B1), positions + 1).scatter_(1, index_BL, columns_BL)[:, :-1]
+        return torch.stack([rows_B1.expand_as(columns_BT), columns_BT])
+
 
 def block_indices(holes_BT: Tensor, block_size: int | None, origin: str = "prompt") -> Tensor:
     """Number the blocks of each row.

@@ -1,13 +1,16 @@
-"""What scorers with a cache of the model's share: the canvas, and which rows of the cache belong to which run.
+"""What scorers with a cache of the model's share: the canvas, the passes over blocks, and whose rows are in the cache.
 
-Shape letters: B rows, T canvas positions.
+Shape letters: B rows, T canvas positions, L positions of one pass, V vocabulary.
 """
 
 from collections.abc import Sequence
 from copy import copy
 from typing import Any, Self
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas
+import torch
+from torch import Tensor
+
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, gather_window, on_device
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, join_attribute
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
 
@@ -19,10 +22,11 @@ class CachedScorer:
         model: keeps keys and values.
         canvas: what is to be filled.
         right_shift: logits of a position predict the next one.
+        device: of the model.
     """
 
-    def __init__(self, model: CachedDenoiser, canvas: Canvas, right_shift: bool):
-        self._model, self._canvas, self._right_shift = model, canvas, right_shift
+    def __init__(self, model: CachedDenoiser, canvas: Canvas, right_shift: bool, device: torch.device):
+        self._model, self._canvas, self._right_shift, self._device = model, canvas, right_shift, device
         self._positions_BT = canvas.positions_BT
         self._cache = model.new_cache(*canvas.keys_BT.shape)
 
@@ -38,3 +42,15 @@ class CachedScorer:
         joined._canvas, joined._positions_BT = canvas, canvas.positions_BT
         joined._cache = join_attribute(picked, "_cache", canvas.keys_BT.shape[1])
         return joined
+
+    def _take(self, positions_BT: Tensor) -> None:
+        """Let ``_denoise`` give these positions to the model."""
+        self._window = gather_window(positions_BT)
+        self._positions_BL = on_device(self._positions_BT.gather(1, self._window.index_BL), self._device)
+        self._key_mask_BL = on_device(self._window.valid_BL, self._device)
+        self._places_2BT = self._window.places(positions_BT.shape[1])
+
+    def _denoise(self, tokens_BT: Tensor) -> Tensor:
+        """Logits [B, L, V]; ``_places_2BT`` tells where in them those of a position are."""
+        tokens_BL = on_device(tokens_BT.gather(1, self._window.index_BL), self._device)
+        return self._model.denoise(tokens_BL, self._positions_BL, self._cache, key_mask_BL=self._key_mask_BL)

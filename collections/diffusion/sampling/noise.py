@@ -60,7 +60,7 @@ class RowNoise:
             torch.rand(count, *shape, generator=generator, dtype=torch.float64, device=generator.device)
             for count, generator in zip(positions_BT.sum(dim=1).tolist(), self._generators, strict=True)
         ]
-        return torch.cat(draws)
+        return draws[0] if len(draws) == 1 else torch.cat(draws)
 
 
 class GlobalNoise:
@@ -82,5 +82,5 @@ class GlobalNoise:
 
 def gumbel(uniform: Tensor) -> Tensor:
     """Standard Gumbel noise -log(-log u) from float64 uniforms in [0, 1); always finite."""
-    # u = 0 would give -inf, which loses even against forbidden tokens.
-    return -torch.log(-torch.log(uniform.clamp_min(torch.finfo(uniform.dtype).tiny)))
+    # u = 0 would give -inf, which loses even against forbidden tokens. In place, for there is one for every token.
+    return uniform.clamp_min(torch.finfo(uniform.dtype).tiny).log_().neg_().log_().neg_()

@@ -29,6 +29,7 @@ from nemo_dllm.collections.diffusion.sampling.token_choice import (
     check_token_ids,
     choose_tokens,
     restrict_logits,
+    tells_first_tokens_apart,
     temper,
     token_columns,
 )
@@ -97,7 +98,7 @@ class DenoisingRun:
         # Rows that finish their blocks together have them encoded in one pass.
         lockstep = "turn" if config.cache == "exact" else "block" if config.quirks.lockstep else None
         self.progress = Progress(canvas.holes_BT, canvas.blocks_BT, config, lockstep)
-        self.score = build_scorer(model, self.tokens_BT, canvas, mask_token_id, config)
+        self.score = build_scorer(model, self.tokens_BT, canvas, mask_token_id, config, self.device)
         self.done_B = torch.zeros(len(tokens_BT), dtype=torch.bool)
 
     @property
@@ -122,34 +123,37 @@ class DenoisingRun:
 
     def steps(self, abandoned: Callable[[], Sequence[bool]] | None = None) -> Iterator[DenoiseStep]:
         """What ``denoise`` returns, from where the run stands; steps count from 1."""
-        step = 0
+        step, blocks = 0, None
         while True:
             if abandoned is not None:
                 self.progress.end(abandoned())
-            blocks = self.progress.blocks()
+            blocks_before, blocks = blocks, self.progress.blocks()
             if all(block is None for block in blocks) or (self.config.quirks.stop_after_block and self.done_B.all()):
                 return
-            active_BT = self._active(blocks)
-            candidates_BT = self._candidates(active_BT)
-            editable_BT = self._editable(active_BT)
-            scored_BT = candidates_BT | editable_BT
-            judged = self._judge(active_BT, scored_BT)
-            quota_B = torch.tensor(self.progress.quotas())
-            selected_BT = select_commits(judged, scored_BT, candidates_BT, quota_B, self.config)
-            before_BT, holes_before_BT = self.tokens_BT, self.holes_BT
-            proposed_BT = before_BT.masked_scatter(scored_BT, judged.tokens_N)
-            edited_BT = self._edits(judged, scored_BT, editable_BT, proposed_BT)
-            self.tokens_BT = torch.where(selected_BT | edited_BT, proposed_BT, before_BT)
-            filled_BT = selected_BT
-            if self.config.quirks.mask_token_allowed:
-                filled_BT = selected_BT & (self.tokens_BT != self.mask_token_id)
-            self.holes_BT = holes_before_BT & ~filled_BT
-            finished_B = self._advance(active_BT, edited_BT)
-            settled_BT = self._settle(active_BT & ~finished_B[:, None])
+            if blocks != blocks_before:
+                active_BT = self._begin(blocks)
             step += 1
-            edits_BT = None if self.config.editing_threshold is None else edited_BT
-            committed_BT = holes_before_BT & ~self.holes_BT
-            yield DenoiseStep(self.tokens_BT, self.holes_BT, committed_BT, step, edits_BT, settled_BT)
+            yield self._step(step, active_BT)
+
+    def _step(self, step: int, active_BT: Tensor) -> DenoiseStep:
+        """One pass over the blocks at hand, and what it commits and edits."""
+        candidates_BT, edits = self._candidates(active_BT), self.config.editing_threshold is not None
+        editable_BT = active_BT & self.canvas.holes_BT & ~self.holes_BT if edits else None
+        scored_BT = candidates_BT | editable_BT if edits else candidates_BT
+        judged = self._judge(active_BT, scored_BT)
+        among_candidates = judged.at(candidates_BT[scored_BT]) if edits else judged
+        selected_BT = select_commits(among_candidates, candidates_BT, self.progress.quotas(), self.config)
+        proposed_BT = self.tokens_BT.masked_scatter(scored_BT, judged.tokens_N)
+        edited_BT = self._edits(judged, scored_BT, editable_BT, proposed_BT) if edits else None
+        changed_BT = selected_BT | edited_BT if edits else selected_BT
+        self.tokens_BT = torch.where(changed_BT, proposed_BT, self.tokens_BT)
+        filled_BT = selected_BT
+        if self.config.quirks.mask_token_allowed:
+            filled_BT = selected_BT & (self.tokens_BT != self.mask_token_id)
+        holes_before_BT, self.holes_BT = self.holes_BT, self.holes_BT & ~filled_BT
+        settled_BT = self._settle(active_BT, self._advance(active_BT, edited_BT))
+        # Holes are only ever filled.
+        return DenoiseStep(self.tokens_BT, self.holes_BT, holes_before_BT ^ self.holes_BT, step, edited_BT, settled_BT)
 
     def _check_ids(self, vocabulary: int | None) -> None:
         if vocabulary is not None:
@@ -162,11 +166,14 @@ class DenoisingRun:
                 "the model's tokenizer, and see to mask_token_id and pad_token_id"
             )
 
-    def _active(self, blocks: list[int | None]) -> Tensor:
-        """Positions of the block at hand, none in rows that have nothing to do; bool [B, T]."""
+    @torch.no_grad()
+    def _begin(self, blocks: list[int | None]) -> Tensor:
+        """Positions of the blocks that rows move on to, none in rows that have nothing to do; bool [B, T]."""
         nothing = torch.iinfo(torch.int64).min
         current_B1 = torch.tensor([[nothing if block is None else block] for block in blocks])
-        return self.canvas.keys_BT & (self.canvas.blocks_BT == current_B1)
+        active_BT = self.canvas.keys_BT & (self.canvas.blocks_BT == current_B1)
+        self.score.begin(self.tokens_BT, active_BT)
+        return active_BT
 
     def _candidates(self, active_BT: Tensor) -> Tensor:
         if not self.config.quirks.stray_masks_compete:
@@ -176,19 +183,16 @@ class DenoisingRun:
         masks_BT = self.canvas.keys_BT & (self.tokens_BT == self.mask_token_id)
         return masks_BT & (self.canvas.blocks_BT <= current_B1)
 
-    def _editable(self, block_BT: Tensor) -> Tensor:
-        if self.config.editing_threshold is None:
-            return torch.zeros_like(block_BT)
-        return block_BT & self.canvas.holes_BT & ~self.holes_BT
-
     @torch.no_grad()
     def _judge(self, active_BT: Tensor, scored_BT: Tensor) -> Judged:
         config = self.config
-        logits_NV = self.score(self.tokens_BT, active_BT, scored_BT, self.device)
+        logits_NV = self.score(self.tokens_BT, scored_BT)
         if logits_NV.shape[-1] != self.known_vocabulary:
             self.known_vocabulary = logits_NV.shape[-1]
             self._check_ids(self.known_vocabulary)
-        ordinals_N = on_device(self.ordinals_BT[scored_BT], logits_NV.device)
+        ordinals_N = None
+        if tells_first_tokens_apart(config):
+            ordinals_N = on_device(self.ordinals_BT[scored_BT], logits_NV.device)
         logits_NV = restrict_logits(logits_NV, ordinals_N, self.mask_token_id, config)
         # Noise is drawn for the row's own positions alone: numbers spent on padding would tie a row to its batch.
         drawn_BL = scored_BT
@@ -204,27 +208,27 @@ class DenoisingRun:
         return judge(Predictions(tokens_N, probabilities_NV, lambda: self.noise.uniform(drawn_BL)), config)
 
     def _edits(self, judged: Judged, scored_BT: Tensor, editable_BT: Tensor, proposed_BT: Tensor) -> Tensor:
-        if self.config.editing_threshold is None:
-            return editable_BT
         sure_N = judged.probability_N > self.config.editing_threshold
         sure_BT = torch.zeros_like(scored_BT).masked_scatter(scored_BT, sure_N)
         return editable_BT & sure_BT & (proposed_BT != self.tokens_BT)
 
-    def _advance(self, active_BT: Tensor, edited_BT: Tensor) -> Tensor:
-        """Count the pass; returns the rows that have finished their block, bool [B]."""
-        counts_2B = torch.stack([(self.holes_BT & active_BT).sum(dim=1), edited_BT.sum(dim=1)])
-        finished_B = torch.tensor(self.progress.advance(*counts_2B.tolist()))
+    def _advance(self, active_BT: Tensor, edited_BT: Tensor | None) -> list[bool]:
+        """Count the pass; returns per row whether it has finished its block."""
+        holes_left = (self.holes_BT & active_BT).sum(dim=1).tolist()
+        edited = [0] * len(holes_left) if edited_BT is None else edited_BT.sum(dim=1).tolist()
+        finished = self.progress.advance(holes_left, edited)
         if self.config.quirks.stop_after_block:
-            self.done_B |= finished_B & (active_BT & (self.tokens_BT == self.config.eos_token_id)).any(dim=1)
-        return finished_B
+            ends_B = (active_BT & (self.tokens_BT == self.config.eos_token_id)).any(dim=1)
+            self.done_B |= torch.tensor(finished) & ends_B
+        return finished
 
-    def _settle(self, open_block_BT: Tensor) -> Tensor:
+    def _settle(self, active_BT: Tensor, finished: list[bool]) -> Tensor:
         """Settled tokens; the rows whose text has ended are filled, for nothing behind the end can change it."""
         config = self.config
         settled_BT = self.canvas.holes_BT & (self.holes_BT.cumsum(dim=1) == 0)
         if config.editing_threshold is not None:
             # What may still be edited has not ended anything yet.
-            settled_BT = settled_BT & ~open_block_BT
+            settled_BT = settled_BT & ~(active_BT & ~torch.tensor(finished)[:, None])
         if not config.end_token_ids:
             return settled_BT
         ended_B = self.ends.ended(self.tokens_BT, settled_BT)

@@ -1,9 +1,10 @@
 """Logits of the positions that a step asks for: from the whole canvas, or with keys and values kept from earlier steps.
 
-A scorer is called as (tokens_BT, active_BT, scored_BT, device) -> logits_NV: the canvas, the block of each row at hand,
-and the positions to score (some of the active ones), in row-major order. The tensors that it gets are on the CPU, where
-looking into them costs nothing; the logits are on the model's device, and it never waits for that. One whose rows can
-be moved between passes has ``join_rows`` (see ``joining``).
+A scorer is told the block of each row at hand where one of them moves on, ``begin(tokens_BT, active_BT)``, and called
+for each step as (tokens_BT, scored_BT) -> logits_NV: the canvas, and the positions to score (some of the active ones),
+in row-major order. The tensors that it gets are on the CPU, where looking into them costs little; the logits are on the
+model's device, and it never waits for that. One whose rows can be moved between passes has ``join_rows`` (see
+``joining``), after which ``begin`` comes first.
 
 Shape letters: B rows, T canvas positions, L positions of one pass, N scored positions, V vocabulary.
 """
@@ -11,7 +12,7 @@ Shape letters: B rows, T canvas positions, L positions of one pass, N scored pos
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,32 +26,40 @@ from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenois
 
 _LARGEST = torch.finfo(torch.float32).max
 
-Scorer = Callable[[Tensor, Tensor, Tensor, torch.device], Tensor]
+
+class Scorer(Protocol):
+    """See above."""
+
+    def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None: ...
+
+    def __call__(self, tokens_BT: Tensor, scored_BT: Tensor) -> Tensor: ...
 
 
 class WholeCanvas:
     """Every step sees the whole canvas."""
 
-    def __init__(self, model: DenoiserFn, canvas: Canvas, right_shift: bool):
-        self._model, self._right_shift = model, right_shift
+    def __init__(self, model: DenoiserFn, canvas: Canvas, right_shift: bool, device: torch.device):
+        self._model, self._right_shift, self._device = model, right_shift, device
         # A mask that hides nothing would only keep attention off its fast path.
-        self._key_mask_BT = canvas.keys_BT if canvas.padded else None
+        self._key_mask_BT = on_device(canvas.keys_BT, device) if canvas.padded else None
 
     @classmethod
     def join_rows(cls, picked: Sequence[Picked], canvas: Canvas) -> "WholeCanvas":
         """For rows of several runs, of which it keeps nothing."""
         first = picked[0].part
-        return cls(first._model, canvas, first._right_shift)
+        return cls(first._model, canvas, first._right_shift, first._device)
 
-    def __call__(self, tokens_BT: Tensor, active_BT: Tensor, scored_BT: Tensor, device: torch.device) -> Tensor:
-        rows_N, positions_N = scored_BT.nonzero(as_tuple=True)
+    def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None:
+        """Blocks make no difference."""
+
+    def __call__(self, tokens_BT: Tensor, scored_BT: Tensor) -> Tensor:
+        tokens_BT = on_device(tokens_BT, self._device)
+        rows_N, positions_N = on_device(scored_BT.nonzero(), self._device).unbind(dim=1)
         if self._right_shift:
             positions_N = (positions_N - 1).clamp_min(0)
-        tokens_BT, rows_N, positions_N = (on_device(x, device) for x in (tokens_BT, rows_N, positions_N))
-        key_mask_BT = None if self._key_mask_BT is None else on_device(self._key_mask_BT, device)
         if hasattr(self._model, "score_positions"):
-            return self._model.score_positions(tokens_BT, rows_N, positions_N, key_mask_BT=key_mask_BT)
-        logits_BTV = self._model(tokens_BT, key_mask_BT=key_mask_BT)
+            return self._model.score_positions(tokens_BT, rows_N, positions_N, key_mask_BT=self._key_mask_BT)
+        logits_BTV = self._model(tokens_BT, key_mask_BT=self._key_mask_BT)
         if not isinstance(logits_BTV, Tensor) or logits_BTV.ndim != 3 or logits_BTV.shape[:2] != tokens_BT.shape:
             what = list(logits_BTV.shape) if isinstance(logits_BTV, Tensor) else type(logits_BTV).__name__
             raise ValueError(
@@ -65,8 +74,8 @@ class CommittedBlocks(CachedScorer):
     block-causal models, in which nothing later changes what a block is encoded to.
     """
 
-    def __init__(self, model: CachedDenoiser, canvas: Canvas, right_shift: bool):
-        super().__init__(model, canvas, right_shift)
+    def __init__(self, model: CachedDenoiser, canvas: Canvas, right_shift: bool, device: torch.device):
+        super().__init__(model, canvas, right_shift, device)
         self._committed_BT = torch.zeros_like(canvas.keys_BT)
         self._last_BV = None
 
@@ -78,37 +87,39 @@ class CommittedBlocks(CachedScorer):
         joined._last_BV = stack_rows(attribute_of(picked, "_last_BV"))
         return joined
 
-    def __call__(self, tokens_BT: Tensor, active_BT: Tensor, scored_BT: Tensor, device: torch.device) -> Tensor:
+    def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None:
+        """Encode the blocks before those at hand."""
         lowest = torch.iinfo(torch.int64).min
         current_B1 = self._canvas.blocks_BT.masked_fill(~active_BT, lowest).amax(dim=1, keepdim=True)
         earlier_BT = self._canvas.keys_BT & (self._canvas.blocks_BT < current_B1)
-        self._commit(tokens_BT, earlier_BT & ~self._committed_BT, device)
-        window = gather_window(active_BT)
-        rows_N, columns_N = (scored_BT.gather(1, window.index_BL) & window.valid_BL).nonzero(as_tuple=True)
-        has_neighbour_B = self._committed_BT.any(dim=1)
-        if self._right_shift and not columns_N.any() and has_neighbour_B[rows_N].all():
+        self._commit(tokens_BT, earlier_BT & ~self._committed_BT)
+        self._has_neighbour_B = self._committed_BT.any(dim=1)
+        self._take(active_BT)
+
+    def __call__(self, tokens_BT: Tensor, scored_BT: Tensor) -> Tensor:
+        rows_N, columns_N = places_2N = self._places_2BT[:, scored_BT]
+        if self._right_shift and not columns_N.any() and self._has_neighbour_B[rows_N].all():
             # With blocks of one token always so: the commit has given all that would be read of a pass.
-            return self._last_BV[on_device(rows_N, device)]
-        given = window.take(tokens_BT, self._positions_BT, device)
-        logits_BLV = self._model.denoise(*given[:2], self._cache, key_mask_BL=given.key_mask_BL)
+            return self._last_BV[on_device(rows_N, self._device)]
+        logits_BLV = self._denoise(tokens_BT)
         if self._right_shift:
             # The left neighbour of a block's first position is the last committed one; without any, as at position 0.
             first_BV = logits_BLV[:, 0]
             if self._last_BV is not None:
-                has_neighbour_B1 = on_device(has_neighbour_B[:, None], device)
+                has_neighbour_B1 = on_device(self._has_neighbour_B[:, None], self._device)
                 first_BV = torch.where(has_neighbour_B1, self._last_BV, first_BV)
             logits_BLV = torch.cat([first_BV[:, None], logits_BLV[:, :-1]], dim=1)
-        return logits_BLV[on_device(rows_N, device), on_device(columns_N, device)]
+        return logits_BLV[on_device(places_2N, self._device).unbind()]
 
-    def _commit(self, tokens_BT: Tensor, pending_BT: Tensor, device: torch.device) -> None:
+    def _commit(self, tokens_BT: Tensor, pending_BT: Tensor) -> None:
         if not pending_BT.any():
             return
         window = gather_window(pending_BT)
-        given = window.take(tokens_BT, self._positions_BT, device)
-        blocks_BL = on_device(self._canvas.blocks_BT.gather(1, window.index_BL), device)
+        given = window.take(tokens_BT, self._positions_BT, self._device)
+        blocks_BL = on_device(self._canvas.blocks_BT.gather(1, window.index_BL), self._device)
         last_BV = self._model.commit(*given[:2], self._cache, key_mask_BL=given.key_mask_BL, blocks_BL=blocks_BL)
         if self._last_BV is not None:
-            is_given_B1 = on_device(window.valid_BL.any(dim=1, keepdim=True), device)
+            is_given_B1 = on_device(window.valid_BL.any(dim=1, keepdim=True), self._device)
             last_BV = torch.where(is_given_B1, last_BV, self._last_BV)
         self._last_BV = last_BV
         self._committed_BT = self._committed_BT | pending_BT
@@ -139,14 +150,22 @@ class Guided:
         joined._hidden_BT = stack_rows(attribute_of(picked, "_hidden_BT"), canvas.keys_BT.shape[1])
         return joined
 
-    def __call__(self, tokens_BT: Tensor, active_BT: Tensor, scored_BT: Tensor, device: torch.device) -> Tensor:
-        hidden_BT = tokens_BT.masked_fill(self._hidden_BT, self._mask_token_id)
+    def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None:
+        """Each branch by itself."""
+        for branch, branch_BT in self._branches(tokens_BT):
+            branch.begin(branch_BT, active_BT)
+
+    def __call__(self, tokens_BT: Tensor, scored_BT: Tensor) -> Tensor:
         # Infinity in both, as of a token that the model never gives, has no difference.
         conditional_NV, unconditional_NV = (
-            branch(branch_BT, active_BT, scored_BT, device).float().clamp(-_LARGEST, _LARGEST)
-            for branch, branch_BT in ((self._conditional, tokens_BT), (self._unconditional, hidden_BT))
+            branch(branch_BT, scored_BT).float().clamp(-_LARGEST, _LARGEST)
+            for branch, branch_BT in self._branches(tokens_BT)
         )
         return unconditional_NV + (self._scale + 1) * (conditional_NV - unconditional_NV)
+
+    def _branches(self, tokens_BT: Tensor) -> tuple[tuple[Scorer, Tensor], ...]:
+        hidden_BT = tokens_BT.masked_fill(self._hidden_BT, self._mask_token_id)
+        return (self._conditional, tokens_BT), (self._unconditional, hidden_BT)
 
 
 _SCORERS = {
@@ -158,9 +177,14 @@ _SCORERS = {
 
 
 def build_scorer(
-    model: DenoiserFn | CachedDenoiser, tokens_BT: Tensor, canvas: Canvas, mask_token_id: int, config: SamplerConfig
+    model: DenoiserFn | CachedDenoiser,
+    tokens_BT: Tensor,
+    canvas: Canvas,
+    mask_token_id: int,
+    config: SamplerConfig,
+    device: torch.device,
 ) -> Scorer:
-    """The scorer that ``config.cache`` and ``config.cfg_scale`` ask for.
+    """The scorer that ``config.cache`` and ``config.cfg_scale`` ask for, of a model on ``device``.
 
     Raises:
         ValueError: the model cannot do what the cache needs.
@@ -174,8 +198,15 @@ def build_scorer(
 
     def make() -> Scorer:
         if config.cache == DELAYED:
-            return DelayedCache(model, canvas, config.right_shift, mask_token_id, config.refresh_interval)
-        return _SCORERS[config.cache](model, canvas, config.right_shift)
+            return DelayedCache(
+                model,
+                canvas,
+                config.right_shift,
+                device,
+                mask_token_id=mask_token_id,
+                refresh_interval=config.refresh_interval,
+            )
+        return _SCORERS[config.cache](model, canvas, config.right_shift, device)
 
     if config.cfg_scale == 0:
         return make()

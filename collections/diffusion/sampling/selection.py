@@ -1,12 +1,15 @@
 """Which predictions of a step are committed. They are judged on the model's device, and chosen among on the CPU.
 
-Shape letters: B rows, T canvas positions, L candidates of a row, N scored positions of all rows in row-major order.
+Shape letters: B rows, T canvas positions, L candidates of a row, N judged positions of all rows in row-major order.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.noise import gumbel
@@ -25,6 +28,10 @@ class Judged(NamedTuple):
     tokens_N: Tensor
     scores_N: Tensor
     probability_N: Tensor
+
+    def at(self, chosen_N: Tensor) -> "Judged":
+        """Some of the predictions; ``chosen_N`` is bool."""
+        return Judged(*(values_N[chosen_N] for values_N in self))
 
 
 def judge(predictions: Predictions, config: SamplerConfig) -> Judged:
@@ -50,72 +57,57 @@ def judge(predictions: Predictions, config: SamplerConfig) -> Judged:
     return Judged(moved_3N[0].long(), moved_3N[1].to(scores_N.dtype), moved_3N[2].float())
 
 
-def select_commits(
-    judged: Judged, scored_BT: Tensor, candidates_BT: Tensor, quota_B: Tensor, config: SamplerConfig
-) -> Tensor:
-    """The candidates to commit: the ``quota_B`` best of each row by policy, and all that are sure enough.
+def select_commits(judged: Judged, candidates_BT: Tensor, quotas: Sequence[int], config: SamplerConfig) -> Tensor:
+    """The candidates to commit: the ``quotas`` best of each row by policy, and all that are sure enough.
 
     Args:
-        judged: what was predicted at the scored positions.
-        scored_BT: bool, where predictions were made.
-        candidates_BT: bool, those of them that may be committed.
-        quota_B: int64, tokens to commit at least, as far as there are candidates.
+        judged: what was predicted at the candidates.
+        candidates_BT: bool, positions that may be committed.
+        quotas: per row, tokens to commit at least, as far as there are candidates.
         config: threshold, factor and quirks are read.
 
     Returns:
         bool [B, T].
     """
+    counts = candidates_BT.sum(dim=1).tolist()
     if config.quirks.topk_ties:
-        selected_BT = _topk(_spread(judged.scores_N, scored_BT, candidates_BT), quota_B)
+        selected_N = _topk(judged.scores_N, candidates_BT, quotas)
     else:
-        scores_BL, valid_BL = _by_row(judged.scores_N, scored_BT, candidates_BT)
-        selected_BT = torch.zeros_like(candidates_BT).masked_scatter(
-            candidates_BT, (_ranks(scores_BL) < quota_B[:, None])[valid_BL]
-        )
-    sure_enough = {"threshold": _above_threshold, "factor": _within_factor}
-    for field, rule in sure_enough.items():
-        bound = getattr(config, field)
-        if bound is not None:
-            probability_BL, valid_BL = _by_row(judged.probability_N, scored_BT, candidates_BT)
-            sure_BT = torch.zeros_like(candidates_BT)
-            selected_BT = selected_BT | sure_BT.masked_scatter(candidates_BT, rule(probability_BL, bound)[valid_BL])
-    return selected_BT & candidates_BT
+        selected_N = _best_of_rows(judged.scores_N, counts, quotas)
+    if config.threshold is not None:
+        selected_N |= judged.probability_N > config.threshold
+    if config.factor is not None:
+        within = _within_factor(judged.probability_N, counts, config.factor)
+        selected_N |= _best_of_rows(judged.probability_N, counts, within)
+    return torch.zeros_like(candidates_BT).masked_scatter_(candidates_BT, selected_N)
 
 
-def _spread(values_N: Tensor, scored_BT: Tensor, candidates_BT: Tensor) -> Tensor:
-    """Values on the canvas, -inf where there is no candidate."""
-    lowest_BT = torch.full(scored_BT.shape, -torch.inf, dtype=values_N.dtype)
-    return lowest_BT.masked_scatter(scored_BT, values_N).masked_fill(~candidates_BT, -torch.inf)
+def _best_of_rows(values_N: Tensor, counts: Sequence[int], numbers: Sequence[int]) -> Tensor:
+    """The highest of each row, so many as ``numbers`` says, the lowest position first among equals; bool [N].
+
+    Rows have few candidates: to sort them as numbers of Python takes less time than to call the sort of a tensor.
+    """
+    values, chosen = values_N.tolist(), []
+    for (start, end), number in zip(pairwise(accumulate(counts, initial=0)), numbers, strict=True):
+        chosen += sorted(range(start, end), key=values.__getitem__, reverse=True)[:number]
+    selected_N = torch.zeros(len(values), dtype=torch.bool)
+    return selected_N.index_fill_(0, torch.tensor(chosen, dtype=torch.int64), True)
 
 
-def _by_row(values_N: Tensor, scored_BT: Tensor, candidates_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Values of the candidates of each row, from left to right, and bool where they are; -inf behind them."""
-    counts_B = candidates_BT.sum(dim=1)
-    valid_BL = torch.arange(int(counts_B.max())) < counts_B[:, None]
-    lowest_BL = torch.full(valid_BL.shape, -torch.inf, dtype=values_N.dtype)
-    return lowest_BL.masked_scatter(valid_BL, values_N[candidates_BT[scored_BT]]), valid_BL
-
-
-def _ranks(scores_BL: Tensor) -> Tensor:
-    """Place of each candidate in its row, 0 for the best."""
-    # topk may return equal scores in any order; a stable sort puts the lowest position first.
-    return scores_BL.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-
-
-def _above_threshold(probability_BL: Tensor, threshold: float) -> Tensor:
-    return probability_BL > threshold
-
-
-def _within_factor(probability_BL: Tensor, factor: float) -> Tensor:
-    """The n most confident positions, (n' + 1) * (1 - probability) <= factor for each n' up to n."""
+def _within_factor(probability_N: Tensor, counts: Sequence[int], factor: float) -> list[int]:
+    """The largest n of each row with (n' + 1) * (1 - the n'-th highest probability) <= factor for each n' up to n."""
+    probability_BL = pad_sequence(probability_N.split(counts), batch_first=True, padding_value=-torch.inf)
     sorted_BL = probability_BL.sort(dim=1, descending=True).values
     place_L = torch.arange(1, sorted_BL.shape[1] + 1)
     sure_BL = (place_L + 1) * (1 - sorted_BL) <= factor
-    return _ranks(probability_BL) < sure_BL.int().cumprod(dim=1).sum(dim=1, keepdim=True)
+    return sure_BL.int().cumprod(dim=1).sum(dim=1).tolist()
 
 
-def _topk(scores_BT: Tensor, quota_B: Tensor) -> Tensor:
-    selected_BT = torch.zeros_like(scores_BT, dtype=torch.bool)
-    for selected_T, scores_T, quota in zip(selected_BT, scores_BT, quota_B.tolist(), strict=True):
+def _topk(scores_N: Tensor, candidates_BT: Tensor, quotas: Sequence[int]) -> Tensor:
+    """The best of each row as ``torch.topk`` finds them on its canvas, which is -inf elsewhere; bool [N]."""
+    lowest_BT = torch.full(candidates_BT.shape, -torch.inf, dtype=scores_N.dtype)
+    scores_BT = lowest_BT.masked_scatter(candidates_BT, scores_N)
+    selected_BT = torch.zeros_like(candidates_BT)
+    for selected_T, scores_T, quota in zip(selected_BT, scores_BT, quotas, strict=True):
         selected_T[scores_T.topk(min(quota, len(scores_T))).indices] = True
-    return selected_BT
+    return selected_BT[candidates_BT]

@@ -50,19 +50,26 @@ def token_columns(token_ids: tuple[int, ...], vocabulary: int, device: torch.dev
     return columns_V.to(device)
 
 
-def restrict_logits(logits_NV: Tensor, ordinals_N: Tensor, mask_token_id: int, config: SamplerConfig) -> Tensor:
+def tells_first_tokens_apart(config: SamplerConfig) -> bool:
+    """Whether some tokens are forbidden at the beginning of a completion only."""
+    begin = config.begin_suppress_token_ids and not config.quirks.begin_suppress_by_confidence
+    return bool(begin) or config.min_new_tokens > 0
+
+
+def restrict_logits(logits_NV: Tensor, ordinals_N: Tensor | None, mask_token_id: int, config: SamplerConfig) -> Tensor:
     """Float32 logits in which forbidden tokens are -inf, and the end token pays its penalty.
 
     Infinite ones, to which half precision overflows, become the largest finite number: they stay above all others.
 
     Args:
         logits_NV: as the model gives them; left alone.
-        ordinals_N: int64, how many generated tokens a row has before each position.
+        ordinals_N: int64, how many generated tokens a row has before each position; None is enough unless config
+            ``tells_first_tokens_apart``.
         mask_token_id: forbidden, but for a quirk.
         config: suppressed tokens, ``min_new_tokens``, ``eos_penalty`` and quirks are read.
     """
     vocabulary, device = logits_NV.shape[-1], logits_NV.device
-    allowed_NV = logits_NV.to(torch.float32, copy=True).clamp_(max=torch.finfo(torch.float32).max)
+    allowed_NV = logits_NV.float().clamp(max=torch.finfo(torch.float32).max)
     if config.eos_penalty and config.eos_token_id is not None:
         allowed_NV[:, config.eos_token_id] -= config.eos_penalty
     forbidden = config.suppress_token_ids
@@ -98,10 +105,12 @@ def keep_top_p(logits_NV: Tensor, top_p: float) -> Tensor:
 
 def temper(logits_NV: Tensor, config: SamplerConfig) -> Tensor:
     """Logits after temperature, then top-k, then top-p, in float64; temperature 0 leaves their scale."""
-    tempered_NV = logits_NV.double()
     if config.temperature > 0:
         # Below the best, so that a temperature next to 0 takes the others to -inf and not several to +inf.
-        tempered_NV = (tempered_NV - tempered_NV.amax(dim=-1, keepdim=True)) / config.temperature
+        tempered_NV = logits_NV - logits_NV.amax(dim=-1, keepdim=True).double()
+        tempered_NV /= config.temperature
+    else:
+        tempered_NV = logits_NV.double()
     if config.top_k is not None:
         tempered_NV = keep_top_k(tempered_NV, config.top_k)
     if config.top_p is not None:
@@ -126,4 +135,4 @@ def choose_tokens(logits_NV: Tensor, config: SamplerConfig, draw_uniform: Callab
     """
     if config.temperature == 0:
         return logits_NV.argmax(dim=-1)
-    return (temper(logits_NV, config) + gumbel(draw_uniform(logits_NV.shape[-1]))).argmax(dim=-1)
+    return gumbel(draw_uniform(logits_NV.shape[-1])).add_(temper(logits_NV, config)).argmax(dim=-1)
