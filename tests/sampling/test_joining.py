@@ -162,10 +162,10 @@ def test_texts_that_have_been_looked_at_are_not_decoded_again():
     config = SamplerConfig(4, stop_strings=("z",), stop_token_ids=(9,))
     tokens_BT, settled_BT = torch.tensor([[1, 2], [3, 25]]), torch.ones(2, 2, dtype=torch.bool)
     old, new = TextEnds(config, decode), TextEnds(config, decode)
-    assert old.ended(tokens_BT, settled_BT).tolist() == [False, True]
+    assert old.ended(tokens_BT, settled_BT) == [False, True]
     joined = TextEnds.join_rows([Picked(old, [1]), Picked(new, [0])])
     seen.clear()
-    assert joined.ended(tokens_BT.flip(0), settled_BT).tolist() == [True, False]
+    assert joined.ended(tokens_BT.flip(0), settled_BT) == [True, False]
     assert seen == [[1, 2]]
 
 

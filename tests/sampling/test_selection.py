@@ -18,7 +18,9 @@ def select(probabilities, quota=1, candidates=None, **fields):
     candidates_BT = torch.tensor([candidates or [True] * len(probabilities)])
     config = SamplerConfig(**fields)
     judged = judge(proposed, config).at(candidates_BT[0])
-    return select_commits(judged, candidates_BT, [quota], config)[0].nonzero().flatten().tolist()
+    return (
+        select_commits(judged, candidates_BT, [len(judged.tokens_N)], [quota], config)[0].nonzero().flatten().tolist()
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_order_at_a_temperature_follows_the_scores():
     given_NV = torch.stack([scores, 1 - scores], dim=1).repeat(rows, 1)
     proposed = Predictions(torch.zeros(3 * rows, dtype=torch.int64), given_NV, lambda: noise.uniform(scored_BT))
     config = SamplerConfig(remasking_temperature=0.25)
-    draws = select_commits(judge(proposed, config), scored_BT, [1] * rows, config).sum(dim=0)
+    draws = select_commits(judge(proposed, config), scored_BT, [3] * rows, [1] * rows, config).sum(dim=0)
     expected = (scores / 0.25).softmax(dim=0) * rows
     assert ((draws - expected) ** 2 / expected).sum() < 18.4  # 2 degrees of freedom, 1 in 10,000
 

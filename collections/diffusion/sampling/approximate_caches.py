@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, gather_window, on_device
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, gather_window, on_device, window_places
 from nemo_dllm.collections.diffusion.sampling.cached_scorer import CachedScorer
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
@@ -48,9 +48,7 @@ class ApproximateCache(CachedScorer):
         window_BT = active_BT if self._keep_suffix else keys_BT & (blocks_BT >= block_B[:, None])
         if self._right_shift:
             window_BT = window_BT | _left_neighbours(window_BT)
-        self._take(window_BT)
-        if self._right_shift:
-            self._places_2BT = _shifted(self._places_2BT)
+        self._take(window_BT, self._right_shift)
 
     def __call__(self, tokens_BT: Tensor, scored_BT: Tensor) -> Tensor:
         places_2N = on_device(self._places_2BT[:, scored_BT], self._device)
@@ -110,10 +108,8 @@ class DelayedCache(CachedScorer):
         window = gather_window(window_BT)
         given = window.take(tokens_BT, self._positions_BT, self._device)
         kept_BL = on_device(~holes_BT.gather(1, window.index_BL) & window.valid_BL, self._device)
-        places_2BT = window.places(tokens_BT.shape[1])
-        if self._right_shift:
-            places_2BT = _shifted(places_2BT)
-        rows_N, columns_N = on_device(places_2BT[:, scored_BT], self._device).unbind()
+        places_2N = window_places(window_BT, self._right_shift)[:, scored_BT]
+        rows_N, columns_N = on_device(places_2N, self._device).unbind()
         self._encoded_BT = torch.where(window_BT, tokens_BT, self._encoded_BT)
         self._passes_B = self._passes_B + live_B
         return self._model.score_and_keep(
@@ -124,8 +120,3 @@ class DelayedCache(CachedScorer):
 def _left_neighbours(chosen_BT: Tensor) -> Tensor:
     """Positions whose right neighbour is chosen, bool [B, T]."""
     return torch.cat([chosen_BT[:, 1:], torch.zeros_like(chosen_BT[:, :1])], dim=1)
-
-
-def _shifted(places_2BT: Tensor) -> Tensor:
-    """Where the logits are that score each position, with a shift: at its left neighbour, and position 0 at itself."""
-    return torch.cat([places_2BT[..., :1], places_2BT[..., :-1]], dim=2)

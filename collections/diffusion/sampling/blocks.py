@@ -72,15 +72,6 @@ class Window(NamedTuple):
         parts = (tokens_BT.gather(1, self.index_BL), positions_BT.gather(1, self.index_BL), self.valid_BL)
         return Given(*(on_device(part, device) for part in parts))
 
-    def places(self, positions: int) -> Tensor:
-        """Row and column of the window, int64 [2, B, T], for each of the ``positions`` of the canvas that is in it."""
-        rows_B1 = torch.arange(len(self.index_BL))[:, None]
-        columns_BL = torch.arange(self.index_BL.shape[1]).expand_as(self.index_BL)
-        # Padding goes to a position of its own.
-        index_BL = self.index_BL.masked_fill(~self.valid_BL, positions)
-        columns_BT = self.index_BL.new_zeros(len(rows_B1), positions + 1).scatter_(1, index_BL, columns_BL)[:, :-1]
-        return torch.stack([rows_B1.expand_as(columns_BT), columns_BT])
-
 
 def block_indices(holes_BT: Tensor, block_size: int | None, origin: str = "prompt") -> Tensor:
     """Number the blocks of each row.
@@ -108,8 +99,23 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def gather_window(chosen_BT: Tensor) -> Window:
     """The chosen positions of each row."""
-    counts_B = chosen_BT.sum(dim=1)
-    valid_BL = torch.arange(int(counts_B.max())) < counts_B[:, None]
+    counts = chosen_BT.sum(dim=1).tolist()
+    if min(counts) == max(counts):
+        index_BL = chosen_BT.nonzero()[:, 1].view(len(counts), counts[0])
+        return Window(index_BL, torch.ones_like(index_BL, dtype=torch.bool))
+    valid_BL = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
     # Both go row by row, from left to right.
     index_BL = torch.zeros_like(valid_BL, dtype=torch.int64).masked_scatter(valid_BL, chosen_BT.nonzero()[:, 1])
     return Window(index_BL, valid_BL)
+
+
+def window_places(chosen_BT: Tensor, right_shift: bool) -> Tensor:
+    """Row and column that the logits for each position have in a pass over the chosen ones; int64 [2, B, T].
+
+    With a shift they are those of its left neighbour; position 0 has its own. What is not in the pass has any place.
+    """
+    columns_BT = chosen_BT.cumsum(dim=1) - 1
+    if right_shift:
+        columns_BT = torch.cat([columns_BT[:, :1], columns_BT[:, :-1]], dim=1)
+    rows_B1 = torch.arange(len(chosen_BT))[:, None]
+    return torch.stack([rows_B1.expand_as(columns_BT), columns_BT])

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, gather_window, on_device
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, gather_window, on_device, window_places
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, join_attribute
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
 
@@ -43,14 +43,14 @@ class CachedScorer:
         joined._cache = join_attribute(picked, "_cache", canvas.keys_BT.shape[1])
         return joined
 
-    def _take(self, positions_BT: Tensor) -> None:
-        """Let ``_denoise`` give these positions to the model."""
+    def _take(self, positions_BT: Tensor, shifted: bool) -> None:
+        """Let ``_denoise`` give these positions to the model; ``shifted`` as of ``window_places``."""
         self._window = gather_window(positions_BT)
         self._positions_BL = on_device(self._positions_BT.gather(1, self._window.index_BL), self._device)
         self._key_mask_BL = on_device(self._window.valid_BL, self._device)
-        self._places_2BT = self._window.places(positions_BT.shape[1])
+        self._places_2BT = window_places(positions_BT, shifted)
 
     def _denoise(self, tokens_BT: Tensor) -> Tensor:
-        """Logits [B, L, V]; ``_places_2BT`` tells where in them those of a position are."""
+        """Logits [B, L, V]; ``_places_2BT`` tells where in them those for a position are."""
         tokens_BL = on_device(tokens_BT.gather(1, self._window.index_BL), self._device)
         return self._model.denoise(tokens_BL, self._positions_BL, self._cache, key_mask_BL=self._key_mask_BL)

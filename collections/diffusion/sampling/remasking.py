@@ -7,13 +7,15 @@ Shape letters: N candidate positions of all rows in row-major order, V vocabular
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
-class Predictions(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Predictions:
     """What the model proposes for the candidates of one step.
 
     Attributes:
@@ -29,6 +31,11 @@ class Predictions(NamedTuple):
 
     def chosen_probability(self) -> Tensor:
         """Float32 [N], the model's probability of each chosen token."""
+        return self._chosen_N
+
+    @cached_property
+    def _chosen_N(self) -> Tensor:
+        # The order of commitment and thresholds both read it.
         return self.probabilities_NV.gather(1, self.tokens_N[:, None]).squeeze(1)
 
 

@@ -140,9 +140,12 @@ class DenoisingRun:
         candidates_BT, edits = self._candidates(active_BT), self.config.editing_threshold is not None
         editable_BT = active_BT & self.canvas.holes_BT & ~self.holes_BT if edits else None
         scored_BT = candidates_BT | editable_BT if edits else candidates_BT
-        judged = self._judge(active_BT, scored_BT)
+        predictions = self._predict(active_BT, scored_BT)
+        # Meanwhile the device works.
+        counts, quotas = candidates_BT.sum(dim=1).tolist(), self.progress.quotas()
+        judged = judge(predictions, self.config)
         among_candidates = judged.at(candidates_BT[scored_BT]) if edits else judged
-        selected_BT = select_commits(among_candidates, candidates_BT, self.progress.quotas(), self.config)
+        selected_BT = select_commits(among_candidates, candidates_BT, counts, quotas, self.config)
         proposed_BT = self.tokens_BT.masked_scatter(scored_BT, judged.tokens_N)
         edited_BT = self._edits(judged, scored_BT, editable_BT, proposed_BT) if edits else None
         changed_BT = selected_BT | edited_BT if edits else selected_BT
@@ -184,7 +187,7 @@ class DenoisingRun:
         return masks_BT & (self.canvas.blocks_BT <= current_B1)
 
     @torch.no_grad()
-    def _judge(self, active_BT: Tensor, scored_BT: Tensor) -> Judged:
+    def _predict(self, active_BT: Tensor, scored_BT: Tensor) -> Predictions:
         config = self.config
         logits_NV = self.score(self.tokens_BT, scored_BT)
         if logits_NV.shape[-1] != self.known_vocabulary:
@@ -205,7 +208,7 @@ class DenoisingRun:
             suppressed_V = token_columns(config.begin_suppress_token_ids, logits_NV.shape[-1], logits_NV.device)
             confidence_NV = confidence_NV.masked_fill(suppressed_V, -torch.inf)
         probabilities_NV = confidence_NV.softmax(dim=-1)
-        return judge(Predictions(tokens_N, probabilities_NV, lambda: self.noise.uniform(drawn_BL)), config)
+        return Predictions(tokens_N, probabilities_NV, lambda: self.noise.uniform(drawn_BL))
 
     def _edits(self, judged: Judged, scored_BT: Tensor, editable_BT: Tensor, proposed_BT: Tensor) -> Tensor:
         sure_N = judged.probability_N > self.config.editing_threshold
@@ -231,9 +234,12 @@ class DenoisingRun:
             settled_BT = settled_BT & ~(active_BT & ~torch.tensor(finished)[:, None])
         if not config.end_token_ids:
             return settled_BT
-        ended_B = self.ends.ended(self.tokens_BT, settled_BT)
-        closed_BT = self.holes_BT & ended_B[:, None]
+        ended = self.ends.ended(self.tokens_BT, settled_BT)
+        if not any(ended):
+            return settled_BT
+        self.progress.end(ended)
+        ended_B1 = torch.tensor(ended)[:, None]
+        closed_BT = self.holes_BT & ended_B1
         self.tokens_BT = self.tokens_BT.masked_fill(closed_BT, config.end_token_ids[0])
         self.holes_BT = self.holes_BT & ~closed_BT
-        self.progress.end(ended_B.tolist())
-        return settled_BT | (self.canvas.holes_BT & ended_B[:, None])
+        return settled_BT | (self.canvas.holes_BT & ended_B1)

@@ -94,7 +94,8 @@ class CommittedBlocks(CachedScorer):
         earlier_BT = self._canvas.keys_BT & (self._canvas.blocks_BT < current_B1)
         self._commit(tokens_BT, earlier_BT & ~self._committed_BT)
         self._has_neighbour_B = self._committed_BT.any(dim=1)
-        self._take(active_BT)
+        # What a shift needs besides the block at hand is put in front of its logits.
+        self._take(active_BT, shifted=False)
 
     def __call__(self, tokens_BT: Tensor, scored_BT: Tensor) -> Tensor:
         rows_N, columns_N = places_2N = self._places_2BT[:, scored_BT]
@@ -118,7 +119,7 @@ class CommittedBlocks(CachedScorer):
         given = window.take(tokens_BT, self._positions_BT, self._device)
         blocks_BL = on_device(self._canvas.blocks_BT.gather(1, window.index_BL), self._device)
         last_BV = self._model.commit(*given[:2], self._cache, key_mask_BL=given.key_mask_BL, blocks_BL=blocks_BL)
-        if self._last_BV is not None:
+        if self._right_shift and self._last_BV is not None:
             is_given_B1 = on_device(window.valid_BL.any(dim=1, keepdim=True), self._device)
             last_BV = torch.where(is_given_B1, last_BV, self._last_BV)
         self._last_BV = last_BV

@@ -5,6 +5,7 @@ Shape letters: B rows, T canvas positions, L candidates of a row, N judged posit
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from math import isnan
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ class Judged(NamedTuple):
 
     Attributes:
         tokens_N: int64, the token chosen at each position.
-        scores_N: float, by remasking policy; the highest are committed first.
+        scores_N: float64, by remasking policy; the highest are committed first.
         probability_N: float32, the model's probability of each chosen token.
     """
 
@@ -49,27 +50,30 @@ def judge(predictions: Predictions, config: SamplerConfig) -> Judged:
     probability_N = predictions.chosen_probability()
     # float64 holds every token id, and float32 without rounding.
     moved_3N = torch.stack([values.double() for values in (predictions.tokens_N, scores_N, probability_N)]).cpu()
-    if moved_3N[2].isnan().any():
+    tokens_N, scores_N, probability_N = moved_3N.unbind()
+    if isnan(probability_N.sum()):
         raise ValueError(
             "the model's logits are NaN, or -inf for every token that may be chosen; check its weights, and its dtype: "
             "float16 overflows where bfloat16 does not"
         )
-    return Judged(moved_3N[0].long(), moved_3N[1].to(scores_N.dtype), moved_3N[2].float())
+    return Judged(tokens_N.long(), scores_N, probability_N.float())
 
 
-def select_commits(judged: Judged, candidates_BT: Tensor, quotas: Sequence[int], config: SamplerConfig) -> Tensor:
+def select_commits(
+    judged: Judged, candidates_BT: Tensor, counts: Sequence[int], quotas: Sequence[int], config: SamplerConfig
+) -> Tensor:
     """The candidates to commit: the ``quotas`` best of each row by policy, and all that are sure enough.
 
     Args:
         judged: what was predicted at the candidates.
         candidates_BT: bool, positions that may be committed.
+        counts: per row, how many these are.
         quotas: per row, tokens to commit at least, as far as there are candidates.
         config: threshold, factor and quirks are read.
 
     Returns:
         bool [B, T].
     """
-    counts = candidates_BT.sum(dim=1).tolist()
     if config.quirks.topk_ties:
         selected_N = _topk(judged.scores_N, candidates_BT, quotas)
     else:

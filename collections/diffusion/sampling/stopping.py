@@ -54,6 +54,7 @@ class TextEnds:
                 "to text, or use stop_token_ids"
             )
         self._config, self._decode = config, decode
+        self._end_ids = torch.tensor(config.end_token_ids, dtype=torch.int64)
         self._by_length: list[tuple[int, bool]] = []
 
     @classmethod
@@ -65,16 +66,15 @@ class TextEnds:
         ]
         return joined
 
-    def ended(self, tokens_BT: Tensor, settled_BT: Tensor) -> Tensor:
-        """Rows that have ended, bool [B].
+    def ended(self, tokens_BT: Tensor, settled_BT: Tensor) -> list[bool]:
+        """Which rows have ended.
 
         Args:
-            tokens_BT: int64 canvas.
+            tokens_BT: int64 canvas, on the CPU.
             settled_BT: bool, generated tokens that are there to stay and have no hole before them.
         """
         if not self._config.stop_strings:
-            end_ids = torch.tensor(self._config.end_token_ids, dtype=tokens_BT.dtype, device=tokens_BT.device)
-            return (torch.isin(tokens_BT, end_ids) & settled_BT).any(dim=1)
+            return (torch.isin(tokens_BT, self._end_ids) & settled_BT).any(dim=1).tolist()
         counts = settled_BT.sum(dim=1).tolist()
         known = self._by_length or [(0, False)] * len(counts)
         # Decoding is slow: a row is looked at again when it has grown.
@@ -82,7 +82,7 @@ class TextEnds:
             before if count == before[0] else (count, self._has_end(tokens_T[settled_T]))
             for tokens_T, settled_T, count, before in zip(tokens_BT, settled_BT, counts, known, strict=True)
         ]
-        return torch.tensor([has_end for _, has_end in self._by_length], device=tokens_BT.device)
+        return [has_end for _, has_end in self._by_length]
 
     def _has_end(self, tokens_T: Tensor) -> bool:
         return text_end(tokens_T.tolist(), self._config, self._decode) is not None
