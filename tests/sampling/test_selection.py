@@ -7,7 +7,7 @@ from nemo_dllm.collections.diffusion.sampling import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.denoise import denoise
 from nemo_dllm.collections.diffusion.sampling.noise import RowNoise
 from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
-from nemo_dllm.collections.diffusion.sampling.selection import judge, select_commits
+from nemo_dllm.collections.diffusion.sampling.selection import Scored, judge, select_commits
 
 
 def select(probabilities, quota=1, candidates=None, **fields):
@@ -15,12 +15,10 @@ def select(probabilities, quota=1, candidates=None, **fields):
     given_NV = torch.tensor([[p, 1 - p] for p in probabilities])
     drawn_N = torch.full((len(probabilities),), 0.5, dtype=torch.float64)
     proposed = Predictions(torch.zeros(len(probabilities), dtype=torch.int64), given_NV, lambda: drawn_N)
-    candidates_BT = torch.tensor([candidates or [True] * len(probabilities)])
+    scored_BT = torch.ones(1, len(probabilities), dtype=torch.bool)
+    scored = Scored.of(scored_BT, None if candidates is None else torch.tensor([candidates]))
     config = SamplerConfig(**fields)
-    judged = judge(proposed, config).at(candidates_BT[0])
-    return (
-        select_commits(judged, candidates_BT, [len(judged.tokens_N)], [quota], config)[0].nonzero().flatten().tolist()
-    )
+    return select_commits(judge(proposed, config), scored, [quota], config)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +66,8 @@ def test_order_at_a_temperature_follows_the_scores():
     given_NV = torch.stack([scores, 1 - scores], dim=1).repeat(rows, 1)
     proposed = Predictions(torch.zeros(3 * rows, dtype=torch.int64), given_NV, lambda: noise.uniform(scored_BT))
     config = SamplerConfig(remasking_temperature=0.25)
-    draws = select_commits(judge(proposed, config), scored_BT, [3] * rows, [1] * rows, config).sum(dim=0)
+    chosen = select_commits(judge(proposed, config), Scored.of(scored_BT), [1] * rows, config)
+    draws = torch.bincount(torch.tensor(chosen) % 3)
     expected = (scores / 0.25).softmax(dim=0) * rows
     assert ((draws - expected) ** 2 / expected).sum() < 18.4  # 2 degrees of freedom, 1 in 10,000
 

@@ -23,7 +23,7 @@ from nemo_dllm.collections.diffusion.sampling.noise import GlobalNoise, RowNoise
 from nemo_dllm.collections.diffusion.sampling.progress import Progress
 from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
 from nemo_dllm.collections.diffusion.sampling.scoring import build_scorer
-from nemo_dllm.collections.diffusion.sampling.selection import Judged, judge, select_commits
+from nemo_dllm.collections.diffusion.sampling.selection import Judged, Scored, above, judge, select_commits
 from nemo_dllm.collections.diffusion.sampling.stopping import TextEnds
 from nemo_dllm.collections.diffusion.sampling.token_choice import (
     check_token_ids,
@@ -137,23 +137,22 @@ class DenoisingRun:
 
     def _step(self, step: int, active_BT: Tensor) -> DenoiseStep:
         """One pass over the blocks at hand, and what it commits and edits."""
-        candidates_BT, edits = self._candidates(active_BT), self.config.editing_threshold is not None
-        editable_BT = active_BT & self.canvas.holes_BT & ~self.holes_BT if edits else None
-        scored_BT = candidates_BT | editable_BT if edits else candidates_BT
+        edits = self.config.editing_threshold is not None
+        candidates_BT = self._candidates(active_BT)
+        scored_BT = candidates_BT | (active_BT & self.canvas.holes_BT & ~self.holes_BT) if edits else candidates_BT
         predictions = self._predict(active_BT, scored_BT)
         # Meanwhile the device works.
-        counts, quotas = candidates_BT.sum(dim=1).tolist(), self.progress.quotas()
+        scored, quotas = Scored.of(scored_BT, candidates_BT if edits else None), self.progress.quotas()
         judged = judge(predictions, self.config)
-        among_candidates = judged.at(candidates_BT[scored_BT]) if edits else judged
-        selected_BT = select_commits(among_candidates, candidates_BT, counts, quotas, self.config)
-        proposed_BT = self.tokens_BT.masked_scatter(scored_BT, judged.tokens_N)
-        edited_BT = self._edits(judged, scored_BT, editable_BT, proposed_BT) if edits else None
-        changed_BT = selected_BT | edited_BT if edits else selected_BT
-        self.tokens_BT = torch.where(changed_BT, proposed_BT, self.tokens_BT)
-        filled_BT = selected_BT
-        if self.config.quirks.mask_token_allowed:
-            filled_BT = selected_BT & (self.tokens_BT != self.mask_token_id)
-        holes_before_BT, self.holes_BT = self.holes_BT, self.holes_BT & ~filled_BT
+        chosen = select_commits(judged, scored, quotas, self.config)
+        edited = self._edits(judged, scored_BT, scored) if edits else []
+        # The mask token is chosen with a quirk only, and fills nothing.
+        filled = [n for n in chosen if judged.tokens[n] != self.mask_token_id]
+        written = filled + edited
+        holes_before_BT = self.holes_BT
+        self.tokens_BT = _put(self.tokens_BT, scored.at(written), [judged.tokens[n] for n in written])
+        self.holes_BT = _put(self.holes_BT, scored.at(filled), [False] * len(filled))
+        edited_BT = _put(torch.zeros_like(scored_BT), scored.at(edited), [True] * len(edited)) if edits else None
         settled_BT = self._settle(active_BT, self._advance(active_BT, edited_BT))
         # Holes are only ever filled.
         return DenoiseStep(self.tokens_BT, self.holes_BT, holes_before_BT ^ self.holes_BT, step, edited_BT, settled_BT)
@@ -210,10 +209,12 @@ class DenoisingRun:
         probabilities_NV = confidence_NV.softmax(dim=-1)
         return Predictions(tokens_N, probabilities_NV, lambda: self.noise.uniform(drawn_BL))
 
-    def _edits(self, judged: Judged, scored_BT: Tensor, editable_BT: Tensor, proposed_BT: Tensor) -> Tensor:
-        sure_N = judged.probability_N > self.config.editing_threshold
-        sure_BT = torch.zeros_like(scored_BT).masked_scatter(scored_BT, sure_N)
-        return editable_BT & sure_BT & (proposed_BT != self.tokens_BT)
+    def _edits(self, judged: Judged, scored_BT: Tensor, scored: Scored) -> list[int]:
+        """Scored positions that are no candidates, and get another token than they have."""
+        before = self.tokens_BT[scored_BT].tolist()
+        editable = sorted(set(range(len(before))).difference(*scored.candidates))
+        sure = above(judged.probabilities, editable, self.config.editing_threshold)
+        return [n for n in sure if judged.tokens[n] != before[n]]
 
     def _advance(self, active_BT: Tensor, edited_BT: Tensor | None) -> list[bool]:
         """Count the pass; returns per row whether it has finished its block."""
@@ -243,3 +244,8 @@ class DenoisingRun:
         self.tokens_BT = self.tokens_BT.masked_fill(closed_BT, config.end_token_ids[0])
         self.holes_BT = self.holes_BT & ~closed_BT
         return settled_BT | (self.canvas.holes_BT & ended_B1)
+
+
+def _put(canvas_BT: Tensor, places: list[int], values: list[Any]) -> Tensor:
+    """The canvas with other values at some places, counted row after row."""
+    return canvas_BT.put(torch.tensor(places, dtype=torch.int64), torch.tensor(values, dtype=canvas_BT.dtype))

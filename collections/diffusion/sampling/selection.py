@@ -1,38 +1,67 @@
 """Which predictions of a step are committed. They are judged on the model's device, and chosen among on the CPU.
 
-Shape letters: B rows, T canvas positions, L candidates of a row, N judged positions of all rows in row-major order.
+There are few of them, and numbers of Python take less time than the operations on tensors that would do the same.
+
+Shape letters: B rows, T canvas positions, N scored positions of all rows in row-major order.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from ctypes import c_float
+from itertools import pairwise
 from math import isnan
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.noise import gumbel
 from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES, Predictions
 
 
-class Judged(NamedTuple):
-    """Predictions as far as the choice among them needs; on the CPU.
+class Scored(NamedTuple):
+    """The scored positions of a step, by their numbers from 0 to N - 1.
 
     Attributes:
-        tokens_N: int64, the token chosen at each position.
-        scores_N: float64, by remasking policy; the highest are committed first.
-        probability_N: float32, the model's probability of each chosen token.
+        places: where each is on the canvas, whose positions are counted row after row.
+        candidates: per row, those that may be committed, ascending.
+        width: positions of a row of the canvas.
     """
 
-    tokens_N: Tensor
-    scores_N: Tensor
-    probability_N: Tensor
+    places: list[int]
+    candidates: list[Sequence[int]]
+    width: int
 
-    def at(self, chosen_N: Tensor) -> "Judged":
-        """Some of the predictions; ``chosen_N`` is bool."""
-        return Judged(*(values_N[chosen_N] for values_N in self))
+    @classmethod
+    def of(cls, scored_BT: Tensor, candidates_BT: Tensor | None = None) -> "Scored":
+        """From masks of the canvas; without the second one all are candidates."""
+        rows, width = scored_BT.shape
+        places = scored_BT.flatten().nonzero()[:, 0].tolist()
+        bounds = [bisect_left(places, row * width) for row in range(rows + 1)]
+        by_row = [range(start, end) for start, end in pairwise(bounds)]
+        if candidates_BT is not None:
+            are_candidates = candidates_BT[scored_BT].tolist()
+            by_row = [[n for n in row if are_candidates[n]] for row in by_row]
+        return cls(places, by_row, width)
+
+    def at(self, numbers: Sequence[int]) -> list[int]:
+        """The places of some of them."""
+        return [self.places[n] for n in numbers]
+
+
+class Judged(NamedTuple):
+    """Predictions as far as the choice among them needs, one entry per scored position.
+
+    Attributes:
+        tokens: the token chosen.
+        scores: by remasking policy; the highest are committed first.
+        probabilities: the model's, of the chosen token; numbers that float32 holds.
+    """
+
+    tokens: list[int]
+    scores: list[float]
+    probabilities: list[float]
 
 
 def judge(predictions: Predictions, config: SamplerConfig) -> Judged:
@@ -47,71 +76,74 @@ def judge(predictions: Predictions, config: SamplerConfig) -> Judged:
         noise_N = gumbel(predictions.draw_uniform_N().double())
         # In float32 a temperature next to 0 would be 0, and every score infinite.
         scores_N = scores_N.double() / config.remasking_temperature + noise_N
-    probability_N = predictions.chosen_probability()
+    values = (predictions.tokens_N, scores_N, predictions.chosen_probability())
     # float64 holds every token id, and float32 without rounding.
-    moved_3N = torch.stack([values.double() for values in (predictions.tokens_N, scores_N, probability_N)]).cpu()
-    tokens_N, scores_N, probability_N = moved_3N.unbind()
-    if isnan(probability_N.sum()):
+    tokens, scores, probabilities = torch.stack([values_N.double() for values_N in values]).cpu().tolist()
+    if isnan(sum(probabilities)):
         raise ValueError(
             "the model's logits are NaN, or -inf for every token that may be chosen; check its weights, and its dtype: "
             "float16 overflows where bfloat16 does not"
         )
-    return Judged(tokens_N.long(), scores_N, probability_N.float())
+    return Judged(list(map(int, tokens)), scores, probabilities)
 
 
-def select_commits(
-    judged: Judged, candidates_BT: Tensor, counts: Sequence[int], quotas: Sequence[int], config: SamplerConfig
-) -> Tensor:
+def select_commits(judged: Judged, scored: Scored, quotas: Sequence[int], config: SamplerConfig) -> list[int]:
     """The candidates to commit: the ``quotas`` best of each row by policy, and all that are sure enough.
 
     Args:
-        judged: what was predicted at the candidates.
-        candidates_BT: bool, positions that may be committed.
-        counts: per row, how many these are.
+        judged: what was predicted at the scored positions.
+        scored: which of them may be committed.
         quotas: per row, tokens to commit at least, as far as there are candidates.
         config: threshold, factor and quirks are read.
 
     Returns:
-        bool [B, T].
+        Numbers of scored positions, each once.
     """
-    if config.quirks.topk_ties:
-        selected_N = _topk(judged.scores_N, candidates_BT, quotas)
-    else:
-        selected_N = _best_of_rows(judged.scores_N, counts, quotas)
-    if config.threshold is not None:
-        selected_N |= judged.probability_N > config.threshold
-    if config.factor is not None:
-        within = _within_factor(judged.probability_N, counts, config.factor)
-        selected_N |= _best_of_rows(judged.probability_N, counts, within)
-    return torch.zeros_like(candidates_BT).masked_scatter_(candidates_BT, selected_N)
+    chosen: set[int] = set()
+    for row, quota in zip(scored.candidates, quotas, strict=True):
+        if config.quirks.topk_ties:
+            chosen.update(_topk(judged.scores, scored, row, quota))
+        else:
+            chosen.update(_best(judged.scores, row)[:quota])
+        if config.threshold is not None:
+            chosen.update(above(judged.probabilities, row, config.threshold))
+        if config.factor is not None:
+            chosen.update(_within_factor(judged.probabilities, row, config.factor))
+    return sorted(chosen)
 
 
-def _best_of_rows(values_N: Tensor, counts: Sequence[int], numbers: Sequence[int]) -> Tensor:
-    """The highest of each row, so many as ``numbers`` says, the lowest position first among equals; bool [N].
+def above(probabilities: Sequence[float], numbers: Sequence[int], threshold: float) -> list[int]:
+    """Those of the scored positions whose probability is above a threshold.
 
-    Rows have few candidates: to sort them as numbers of Python takes less time than to call the sort of a tensor.
+    Both are numbers of float32, in which 0.3 is not above 0.3 whatever they are in float64.
     """
-    values, chosen = values_N.tolist(), []
-    for (start, end), number in zip(pairwise(accumulate(counts, initial=0)), numbers, strict=True):
-        chosen += sorted(range(start, end), key=values.__getitem__, reverse=True)[:number]
-    selected_N = torch.zeros(len(values), dtype=torch.bool)
-    return selected_N.index_fill_(0, torch.tensor(chosen, dtype=torch.int64), True)
+    threshold = _float32(threshold)
+    return [n for n in numbers if probabilities[n] > threshold]
 
 
-def _within_factor(probability_N: Tensor, counts: Sequence[int], factor: float) -> list[int]:
-    """The largest n of each row with (n' + 1) * (1 - the n'-th highest probability) <= factor for each n' up to n."""
-    probability_BL = pad_sequence(probability_N.split(counts), batch_first=True, padding_value=-torch.inf)
-    sorted_BL = probability_BL.sort(dim=1, descending=True).values
-    place_L = torch.arange(1, sorted_BL.shape[1] + 1)
-    sure_BL = (place_L + 1) * (1 - sorted_BL) <= factor
-    return sure_BL.int().cumprod(dim=1).sum(dim=1).tolist()
+def _best(values: Sequence[float], numbers: Sequence[int]) -> list[int]:
+    """The highest first, and the lowest position first among equals."""
+    return sorted(numbers, key=values.__getitem__, reverse=True)
 
 
-def _topk(scores_N: Tensor, candidates_BT: Tensor, quotas: Sequence[int]) -> Tensor:
-    """The best of each row as ``torch.topk`` finds them on its canvas, which is -inf elsewhere; bool [N]."""
-    lowest_BT = torch.full(candidates_BT.shape, -torch.inf, dtype=scores_N.dtype)
-    scores_BT = lowest_BT.masked_scatter(candidates_BT, scores_N)
-    selected_BT = torch.zeros_like(candidates_BT)
-    for selected_T, scores_T, quota in zip(selected_BT, scores_BT, quotas, strict=True):
-        selected_T[scores_T.topk(min(quota, len(scores_T))).indices] = True
-    return selected_BT[candidates_BT]
+def _within_factor(probabilities: Sequence[float], row: Sequence[int], factor: float) -> list[int]:
+    """The n most confident positions, (n' + 1) * (1 - probability) <= factor for each n' up to n, in float32."""
+    best, factor = _best(probabilities, row), _float32(factor)
+    for place, number in enumerate(best):
+        if not _float32((place + 2) * _float32(1 - probabilities[number])) <= factor:
+            return best[:place]
+    return best
+
+
+def _float32(value: float) -> float:
+    return c_float(value).value
+
+
+def _topk(scores: Sequence[float], scored: Scored, row: Sequence[int], quota: int) -> list[int]:
+    """The best of a row as ``torch.topk`` finds them on its canvas, which is -inf elsewhere."""
+    number_at = {place % scored.width: n for place, n in zip(scored.at(row), row, strict=True)}
+    scores_T = torch.full((scored.width,), -torch.inf, dtype=torch.float64)
+    for position, n in number_at.items():
+        scores_T[position] = scores[n]
+    best = scores_T.topk(min(quota, scored.width)).indices.tolist()
+    return [number_at[position] for position in best if position in number_at]
