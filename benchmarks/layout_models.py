@@ -1,6 +1,7 @@
 """Models, layouts and trainers of the scripts that compare layouts of ranks."""
 
 import argparse
+import gc
 import os
 import re
 
@@ -109,6 +110,7 @@ def config_of(arguments: argparse.Namespace) -> llm.GPTConfig:
         "moe_aux_loss_coeff": 0.01,
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": True,
     }
     if arguments.model:
         config_class = MODELS[arguments.model]
@@ -194,5 +196,7 @@ def forget_layout() -> None:
     """Let the next layout begin anew in this process."""
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+    # Modules and their hooks hold each other.
+    gc.collect()
     num_microbatches_calculator.unset_num_microbatches_calculator()
     tensor_parallel.get_cuda_rng_tracker().reset()

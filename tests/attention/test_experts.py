@@ -129,6 +129,42 @@ def test_the_choice_stays_for_further_stages():
     assert get_gpt_decoder_block_spec(config_of(moe_grouped_gemm=False), False) is not None
 
 
+BEFORE = 1e-3
+
+
+def accumulated(experts, device, dtype):
+    """As ``result``, the gradients of weights added in place to buffers that are not empty."""
+    experts = experts.to(device, dtype)
+    experts.fuse_wgrad_accumulation = True
+    for weight in experts.parameters():
+        weight.main_grad, weight.grad_added_to_main_grad = torch.full_like(weight, BEFORE, dtype=torch.float32), False
+    found = result(experts, device, dtype)
+    assert all(weight.grad_added_to_main_grad and weight.grad is not None for weight in experts.parameters())
+    return found | {name: weight.main_grad - BEFORE for name, weight in experts.named_parameters()}
+
+
+def test_gradients_are_added_to_buffers_in_place(both):
+    grouped, sequential = both()
+    assert largest_difference(result(sequential), accumulated(grouped, "cpu", torch.float32)) < 1e-5
+
+
+def test_buffers_of_another_precision_are_left_to_megatron(both):
+    grouped, sequential = both()
+    grouped.fuse_wgrad_accumulation = True
+    for weight in grouped.parameters():
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.bfloat16)
+    assert largest_difference(result(sequential), result(grouped)) < 1e-5
+    assert not any(weight.main_grad.any() for weight in grouped.parameters())
+
+
+@pytest.mark.gpu
+def test_gradients_are_added_to_buffers_in_place_on_a_gpu(both):
+    grouped, sequential = both()
+    expected = {name: x.float() for name, x in result(sequential, "cuda", torch.bfloat16).items()}
+    actual = {name: x.float() for name, x in accumulated(grouped, "cuda", torch.bfloat16).items()}
+    assert largest_difference(expected, actual) < 2e-2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
 def test_grouped_experts_are_the_same_on_a_gpu(both, dtype, tolerance):

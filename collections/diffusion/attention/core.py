@@ -60,7 +60,9 @@ def _fold_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: 
     if mask.size(2) > 1:
         mask = mask.unsqueeze(2).expand(-1, -1, query.size(1) // groups, -1, -1).flatten(2, 3)
     folded = query.reshape(rows, groups, -1, query.size(-1))
-    with sdpa_kernel(_KERNELS, set_priority=True):
+    # The kernel that takes masks in fp32 rounds to TF32.
+    kernels = [SDPBackend.MATH] if query.dtype == torch.float32 else _KERNELS
+    with sdpa_kernel(kernels, set_priority=True):
         context = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
     return context.reshape(*query.shape[:3], -1)
 

@@ -7,6 +7,8 @@ Shape letters: T tokens on this rank, sorted by expert, E experts of this rank, 
 (twice it where gate and up are stacked).
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
@@ -33,11 +35,16 @@ def can_group(config: TransformerConfig) -> bool:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """x @ w.T, each token with its expert's weight; keeps the weights as they are, not a stacked copy, for backward."""
+    """x @ w.T, each token with its expert's weight; keeps the weights as they are, not a stacked copy, for backward.
+
+    With ``in_place`` their gradients are added to Megatron's buffers, ``main_grad``, at once. Autograd would copy each
+    of some hundred slices, and Megatron add each to its buffer.
+    """
 
     @staticmethod
-    def forward(ctx, x_TH: Tensor, end_E: Tensor, *weights_FH: Tensor) -> Tensor:
+    def forward(ctx, x_TH: Tensor, end_E: Tensor, in_place: bool, *weights_FH: Tensor) -> Tensor:
         ctx.save_for_backward(x_TH, end_E, *weights_FH)
+        ctx.in_place = in_place
         return F.grouped_mm(x_TH, torch.stack(weights_FH).transpose(1, 2), offs=end_E)
 
     @staticmethod
@@ -46,9 +53,28 @@ class _GroupedLinear(torch.autograd.Function):
         grad_TF = grad_TF.contiguous()
         grad_TH = F.grouped_mm(grad_TF, torch.stack(weights_FH), offs=end_E) if ctx.needs_input_grad[0] else None
         grads_FH = (None,) * len(weights_FH)
-        if any(ctx.needs_input_grad[2:]):
-            grads_FH = F.grouped_mm(grad_TF.t(), x_TH, offs=end_E).unbind()
-        return grad_TH, None, *grads_FH
+        if any(ctx.needs_input_grad[3:]):
+            grads_EFH = F.grouped_mm(grad_TF.t(), x_TH, offs=end_E)
+            buffer = getattr(weights_FH[0], "main_grad", None)
+            in_place = ctx.in_place and buffer is not None and buffer.dtype == torch.float32
+            grads_FH = _add_in_place(grads_EFH, weights_FH) if in_place else grads_EFH.unbind()
+        return grad_TH, None, None, *grads_FH
+
+
+def _add_in_place(grads_EFH: Tensor, weights_FH: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Add gradients to Megatron's buffers; returns what stands for them, as Megatron's own fused layers do."""
+    buffers = [weight.main_grad for weight in weights_FH]
+    if grads_EFH.is_cuda:
+        from nemo_dllm.collections.diffusion.kernels.gradient_sum import add_to_buffers, addresses_of
+
+        add_to_buffers(grads_EFH, addresses_of(buffers))
+    else:
+        for buffer, gradient in zip(buffers, grads_EFH, strict=True):
+            buffer.add_(gradient)
+    for weight in weights_FH:
+        weight.grad_added_to_main_grad = True
+    # Megatron counts gradients by these; nobody reads them.
+    return tuple(torch.empty_like(weight) for weight in weights_FH)
 
 
 class GroupedExperts(SequentialMLP):
@@ -56,6 +82,9 @@ class GroupedExperts(SequentialMLP):
 
     Parameters, their names and their checkpoints are those of ``SequentialMLP``.
     """
+
+    fuse_wgrad_accumulation = False
+    """Gradients of weights are added to Megatron's buffers as they are formed; named as in Transformer Engine."""
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -72,9 +101,10 @@ class GroupedExperts(SequentialMLP):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         x_TH = permuted_local_hidden_states
         end_E = tokens_per_expert.to(x_TH.device).cumsum(0).int()
-        gate_up_TF = _GroupedLinear.apply(x_TH, end_E, *(expert.linear_fc1.weight for expert in self.local_experts))
+        in_place, experts = self.fuse_wgrad_accumulation, self.local_experts
+        gate_up_TF = _GroupedLinear.apply(x_TH, end_E, in_place, *(expert.linear_fc1.weight for expert in experts))
         hidden_TF = self._activate(gate_up_TF, permuted_probs[:, None])
-        output_TH = _GroupedLinear.apply(hidden_TF, end_E, *(expert.linear_fc2.weight for expert in self.local_experts))
+        output_TH = _GroupedLinear.apply(hidden_TF, end_E, in_place, *(expert.linear_fc2.weight for expert in experts))
         return output_TH, None
 
     def _activate(self, gate_up_TF: Tensor, probs_T1: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Core attention through Transformer Engine. Importing this file needs Transformer Engine."""
 
+import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
@@ -9,7 +10,11 @@ from nemo_dllm.collections.diffusion.attention.masks import Pattern, sees_all_re
 
 
 class TEPatternAttention(TEDotProductAttention):
-    """Transformer Engine's attention where every token sees every real token; FlexAttention otherwise."""
+    """Transformer Engine's attention where every token sees every real token; FlexAttention otherwise.
+
+    Without gradients torch's kernels are as fast, and can be recorded in CUDA graphs; Transformer Engine's cannot, for
+    the state of its dropout.
+    """
 
     def __init__(self, *arguments: object, **named: object):
         super().__init__(*arguments, **named)
@@ -17,7 +22,7 @@ class TEPatternAttention(TEDotProductAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
         """Query [Q, B, H, D], key and value [K, B, G, D] of this rank; returns the context, [Q, B, H * D]."""
-        if not sees_all_real_tokens(pattern):
+        if not sees_all_real_tokens(pattern) or not torch.is_grad_enabled():
             return self.patterned(query, key, value, pattern)
         if pattern.key_mask_BL is None:
             return super().forward(query, key, value, None, AttnMaskType.no_mask)

@@ -223,10 +223,10 @@ def _check_blocks(block_size: int, data: pl.LightningDataModule) -> None:
 
 
 def _accumulate_weight_gradients_in_place(module: torch.nn.Module) -> None:
-    """Let Transformer Engine's layers add their weight gradients to Megatron's fp32 buffers as they form them.
+    """Let Transformer Engine's layers, and grouped experts, add their weight gradients to Megatron's fp32 buffers.
 
-    Megatron's own switch, ``gradient_accumulation_fusion``, asks for an apex kernel as well, for the output layer; the
-    head here does not use it.
+    They do so as they form them. Megatron's own switch, ``gradient_accumulation_fusion``, asks for an apex kernel as
+    well, for the output layer; the head here does not use it.
     """
     for layer in module.modules():
         if hasattr(layer, "fuse_wgrad_accumulation"):
