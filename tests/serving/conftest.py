@@ -15,6 +15,7 @@ import openai
 import pytest
 import torch
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 
 from nemo_dllm.collections.diffusion.sampling import SamplerConfig, preset_fields
 from nemo_dllm.collections.diffusion.serving import ServedModel, ServerLimits, create_app
@@ -82,13 +83,13 @@ class ToyModel:
         self.batches = []
         self.open = threading.Event()
         self.open.set()
-        self.fail_on = None
+        self.fail_on, self.error = None, RuntimeError("the model broke")
 
     def denoiser(self, tokens_BT, *, key_mask_BT):
         self.batches.append(tuple(tokens_BT.shape))
         self.open.wait(20)
         if self.fail_on is not None and (tokens_BT == self.fail_on).any():
-            raise RuntimeError("the model broke")
+            raise self.error
         if self.answer is not None:
             return self._say(tokens_BT)
         values_BTV = self.embedding_VV[tokens_BT]
@@ -160,6 +161,16 @@ class RunningServer:
 
     def health(self):
         return httpx.get(f"{self.url}/health", timeout=10).json()
+
+    def row_ends(self):
+        """How many choices have ended how."""
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        return {
+            sample.labels["finish_reason"]: int(sample.value)
+            for sample in families["nemo_dllm_rows"].samples
+            if sample.name.endswith("_total") and sample.value
+        }
 
     def metric(self, name):
         for line in httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from nemo_dllm.collections.diffusion.sampling import canvas_pieces
 from nemo_dllm.collections.diffusion.sampling.stopping import Decode
 from nemo_dllm.collections.diffusion.serving.engine import BatchingEngine, EngineClosedError, QueueFullError
-from nemo_dllm.collections.diffusion.serving.errors import RequestError, setting_error
+from nemo_dllm.collections.diffusion.serving.errors import RequestError
 from nemo_dllm.collections.diffusion.serving.metrics import ServerMetrics
 from nemo_dllm.collections.diffusion.serving.plan import Plan
 from nemo_dllm.collections.diffusion.serving.rows import CanvasRow, Row, RowUpdate
@@ -48,6 +48,7 @@ class Answer:
         decode: token ids -> text.
         timeout: seconds until the request fails.
         metrics: told about what is finished.
+        request_id: what the log calls the request.
 
     Raises:
         RequestError: the queue is full (429), or the server shuts down (503).
@@ -63,18 +64,19 @@ class Answer:
         decode: Decode,
         timeout: float,
         metrics: ServerMetrics,
+        request_id: str,
     ):
         self._loop = asyncio.get_running_loop()
         self._arrival, self._timeout, self._metrics = time.monotonic(), timeout, metrics
         self._deadline = self._loop.time() + timeout
-        self._has_text = False
+        self._has_text, self._request_id = False, request_id
         self._updates: asyncio.Queue[ChoiceUpdate | Exception] = asyncio.Queue()
         self._decode, self._engine = decode, engine
         self._rows = []
         for index, choice in enumerate(plan.choices):
             context = choice.prompt[len(choice.prompt) - min(plan.context_tokens, len(choice.prompt)) :]
             deliver = partial(self._receive, index, TextStream(decode, context, plan.stops))
-            fixed = (plan.config, plan.seed, choice.row_id, deliver, streams, canvas)
+            fixed = (plan.config, plan.seed, choice.row_id, deliver, streams, canvas, request_id)
             self._rows.append(Row(choice.prompt, plan.suffix, choice.hole_count, *fixed))
         try:
             engine.submit(self._rows)
@@ -96,7 +98,7 @@ class Answer:
             RequestError: time is up (504), or a row failed.
             ClientGoneError: after ``give_up``.
         """
-        unfinished = len(self._rows)
+        unfinished, unfinished_because = len(self._rows), "cancelled"
         try:
             while unfinished:
                 # Not around the whole loop: what runs between two updates is the caller's.
@@ -108,10 +110,14 @@ class Answer:
                 self._count(update)
                 yield update
         except TimeoutError as error:
+            unfinished_because = "timeout"
             raise RequestError(504, f"no answer within {self._timeout:g} s", code="timeout") from error
+        except RequestError as error:
+            unfinished_because = "shutdown" if error.status == 503 else "failed"
+            raise
         finally:
             self._engine.cancel(self._rows)
-            self._metrics.rows.labels("cancelled").inc(unfinished)
+            self._metrics.rows.labels(unfinished_because).inc(unfinished)
         self._metrics.request_seconds.observe(time.monotonic() - self._arrival)
 
     def _count(self, update: ChoiceUpdate) -> None:
@@ -125,7 +131,7 @@ class Answer:
     def _receive(self, index: int, stream: TextStream, update: RowUpdate) -> None:
         """On the engine's thread."""
         if update.error is not None:
-            news = _as_request_error(update.error)
+            news = _as_request_error(update.error, self._request_id)
         else:
             text = stream.push(update.tokens, last=update.finish_reason is not None)
             canvas = None if update.canvas is None else self._canvas(update.canvas)
@@ -143,9 +149,8 @@ class Answer:
         }
 
 
-def _as_request_error(error: Exception) -> RequestError:
+def _as_request_error(error: Exception, request_id: str) -> RequestError:
     if isinstance(error, EngineClosedError):
         return RequestError(503, str(error), code="shutting_down")
-    if isinstance(error, ValueError):
-        return setting_error(str(error))
-    return RequestError(500, "the model failed; the server's log says how", code="model_failed")
+    # Settings have been checked before, so that even a ValueError is no fault of the request.
+    return RequestError(500, f"the model failed; the server's log says how, under {request_id}", code="model_failed")

@@ -27,7 +27,13 @@ from nemo_dllm.collections.diffusion.serving.formats import (
 )
 from nemo_dllm.collections.diffusion.serving.limits import ServerLimits
 from nemo_dllm.collections.diffusion.serving.metrics import ServerMetrics
-from nemo_dllm.collections.diffusion.serving.middleware import CountRequests, LimitBody, RequireKey, error_response
+from nemo_dllm.collections.diffusion.serving.middleware import (
+    CountRequests,
+    IdentifyRequests,
+    LimitBody,
+    RequireKey,
+    error_response,
+)
 from nemo_dllm.collections.diffusion.serving.plan import Plan, Planner
 from nemo_dllm.collections.diffusion.serving.requests import ChatRequest, CompletionRequest, request_sampler_fields
 from nemo_dllm.collections.diffusion.serving.served_model import ServedModel
@@ -82,6 +88,7 @@ class Endpoints:
             decode=self._model.loaded.decode,
             timeout=self._limits.timeout_seconds,
             metrics=self._metrics,
+            request_id=request.state.request_id,
         )
         watch = asyncio.create_task(_give_up_when_gone(answer, request))
         writer = AnswerWriter(shape, self._model.name)
@@ -192,6 +199,7 @@ def create_app(model: ServedModel, limits: ServerLimits, *, api_key: str | None 
     app.add_middleware(LimitBody, max_bytes=limits.max_body_bytes)
     if api_key is not None:
         app.add_middleware(RequireKey, api_key=api_key)
+    app.add_middleware(IdentifyRequests)
     paths = {route.path for route in app.routes}
     app.add_middleware(CountRequests, metrics=metrics, paths=paths)
     return app
@@ -226,7 +234,3 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         return error_response(of_http(error.status_code, str(error.detail), request.method, request.url.path))
-
-    @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> JSONResponse:
-        return error_response(RequestError(500, "the server failed; its log says how", code="server_failed"))

@@ -206,9 +206,13 @@ class BatchingEngine:
         if len(left) > 1:
             logger.warning("a batch of %d rows failed, which are tried one by one: %r", len(left), error)
             return
-        logger.error("a row failed", exc_info=error)
         for row in left:
-            self._finish(row, RowUpdate([], error=error))
+            logger.error("a row failed, of request %s", row.request_id, exc_info=error)
+            try:
+                row.deliver(RowUpdate([], error=error))
+            except Exception:
+                logger.exception("request %s cannot be told so", row.request_id)
+            row.done = True
 
     def _hand_out(self, step: DenoiseStep, rows: Sequence[Row]) -> None:
         counts = step.settled_BT.sum(dim=1).tolist()
@@ -229,11 +233,8 @@ class BatchingEngine:
                 continue
             end = text_end(tokens, row.config, self._denoising.decode)
             reason = "length" if end is None else "stop"
-            self._finish(row, RowUpdate(tokens[:end], reason, views.get(index)))
-
-    def _finish(self, row: Row, update: RowUpdate) -> None:
-        row.deliver(update)
-        row.done = True
+            row.deliver(RowUpdate(tokens[:end], reason, views.get(index)))
+            row.done = True
 
 
 def _canvas_views(step: DenoiseStep, rows: list[tuple[int, Row]]) -> dict[int, CanvasRow]:

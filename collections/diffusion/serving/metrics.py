@@ -6,6 +6,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 PREFIX = "nemo_dllm"
 
+# Finished by an end token or text, or at its length; given up because the client left, because time was up, because the
+# model failed, or because the server stopped. A failure or the end of time takes all unfinished choices of a request.
+ROW_ENDS = ("stop", "length", "cancelled", "timeout", "failed", "shutdown")
+
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -17,7 +21,9 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         of = {"namespace": PREFIX, "registry": self._registry}
         self.requests = Counter("requests", "Requests by path and HTTP status.", ["path", "status"], **of)
-        self.rows = Counter("rows", "Choices by how they ended; cancelled ones were given up.", ["finish_reason"], **of)
+        self.rows = Counter("rows", "Choices by how they ended.", ["finish_reason"], **of)
+        for reason in ROW_ENDS:
+            self.rows.labels(reason)
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts.", **of)
         self.completion_tokens = Counter("completion_tokens", "Tokens of finished completions.", **of)
         self.passes = Counter("forward_passes", "Denoising steps.", **of)

@@ -1,14 +1,18 @@
-"""What happens to a request before an endpoint sees it: counted, let in by its key, and read up to a size."""
+"""What happens to a request before an endpoint sees it: counted, named, let in by its key, and read up to a size."""
 
 import asyncio
 import hmac
+import logging
+import uuid
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_dllm.collections.diffusion.serving.errors import RequestError
 from nemo_dllm.collections.diffusion.serving.metrics import ServerMetrics
+
+logger = logging.getLogger(__name__)
 
 # Seconds for the body of a request to arrive.
 BODY_SECONDS = 30.0
@@ -34,12 +38,42 @@ class CountRequests:
                 self._metrics.requests.labels(path, message["status"]).inc()
             await send(message)
 
+        await self._app(scope, receive, count)
+
+
+class IdentifyRequests:
+    """Gives every request an id, which its answer and the log have in common, and logs what fails unforeseen.
+
+    The id is ``request.state.request_id`` and the header ``X-Request-Id``, where OpenAI's clients look for it.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        begun = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
         try:
-            await self._app(scope, receive, count)
-        except Exception:
-            # What answers to these is outside of all middleware.
-            self._metrics.requests.labels(path, 500).inc()
-            raise
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            logger.error("request %s failed", request_id, exc_info=error)
+            if begun:
+                # Half an answer must not look like a whole one.
+                raise
+            message = f"the server failed; its log says how, under {request_id}"
+            await error_response(RequestError(500, message, code="server_failed"))(scope, receive, send_with_id)
 
 
 class RequireKey:

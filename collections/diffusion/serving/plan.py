@@ -70,6 +70,7 @@ class Planner:
         """Plan the answer of ``/v1/completions``."""
         prompts = self._prompts(request.prompt)
         suffix = self._model.loaded.encode(request.suffix) if request.suffix else []
+        self._model.check_token_ids(suffix, "suffix")
         length = _Length(request.max_tokens, "max_tokens")
         config, stops = self._sampling(request, length, ())
         if suffix:
@@ -91,6 +92,7 @@ class Planner:
         with naming_the_field("messages"):
             template = self._model.chat_template
             prompt = template.prompt([message.turn() for message in request.messages], request.chat_template_kwargs)
+        self._model.check_token_ids(prompt, "messages")
         config, stops = self._sampling(request, length, template.end_token_ids)
         choices = self._choices(request, [prompt], 0, length, config, "messages")
         return _plan(request, choices, [], config, stops, context_tokens=0)
@@ -126,10 +128,17 @@ class Planner:
         if config.steps_per_block is not None and config.steps_per_block > config.max_new_tokens:
             message = f"steps_per_block={config.steps_per_block} is more than max_tokens, and every step finds a token"
             raise RequestError(422, message, "steps_per_block", "invalid_value")
-        ends = [*config.stop_token_ids, *(self._model.special_tokens[text] for text in stops if text not in texts)]
+        named = [self._model.special_tokens[text] for text in stops if text not in texts]
+        for field, ids in (("stop", named), ("stop_token_ids", config.stop_token_ids)):
+            if self._model.loaded.mask_token_id in ids:
+                message = f"{field} names the mask token, which is never generated; leave it out"
+                raise RequestError(422, message, field, "invalid_value")
+        ends = [*config.stop_token_ids, *named]
         if config.stop_at_eos:
             ends += end_token_ids
-        return replace(config, stop_token_ids=tuple(dict.fromkeys(ends))), config.stop_strings
+        config = replace(config, stop_token_ids=tuple(dict.fromkeys(ends)))
+        self._model.check_config(config)
+        return config, config.stop_strings
 
     def _choices(
         self,

@@ -54,6 +54,7 @@ class Row:
         deliver: gets the updates, on the engine's thread.
         streams: whether to deliver tokens before the last one is found.
         wants_canvas: whether to deliver the canvas of every pass.
+        request_id: what the log calls the row's request.
         abandoned: set by ``BatchingEngine.cancel``.
         done: set by the engine after the last update.
         delivered: tokens that updates have had so far.
@@ -69,6 +70,7 @@ class Row:
     deliver: Callable[[RowUpdate], None]
     streams: bool = False
     wants_canvas: bool = False
+    request_id: str = ""
     abandoned: bool = False
     done: bool = False
     delivered: int = field(default=0, init=False)

@@ -8,6 +8,7 @@ import torch
 
 from nemo_dllm.collections.diffusion.chat_prompts import ChatTemplate
 from nemo_dllm.collections.diffusion.sampling import PRESETS, CachedDenoiser, DenoiserFn, SamplerConfig
+from nemo_dllm.collections.diffusion.sampling.config import DELAYED
 from nemo_dllm.collections.diffusion.sampling.token_choice import check_token_ids
 from nemo_dllm.collections.diffusion.serving.errors import RequestError, naming_the_field
 
@@ -66,6 +67,7 @@ class ServedModel:
         probe_BT = torch.full((1, 1), loaded.mask_token_id, device=loaded.device)
         self.vocab_size = loaded.denoiser(probe_BT, key_mask_BT=None).shape[-1]
         self.default_config = loaded.sampler_config(preset, **self._settings)
+        check_token_ids(self.default_config, loaded.mask_token_id, self.vocab_size)
         self.max_length = self.default_config.max_length or loaded.seq_length
         if chat_template is not None:
             self.chat_template.prompt([{"role": "user", "content": "?"}], {})
@@ -87,7 +89,7 @@ class ServedModel:
             settings: the request's own; forbidden tokens join those that the checkpoint forbids.
 
         Raises:
-            RequestError: names the field that is unknown, or does not fit the others or the model.
+            RequestError: names the field that is unknown, or does not fit the others.
         """
         if preset is not None and preset not in PRESETS:
             raise RequestError(422, f"preset={preset!r} is unknown; known: {', '.join(sorted(PRESETS))}", "preset")
@@ -98,11 +100,19 @@ class ServedModel:
             base = self.loaded.sampler_config(server[0], **server[1])
             suppressed = (*base.suppress_token_ids, *settings.get("suppress_token_ids", ()))
             own = {**server[1], **settings, "suppress_token_ids": suppressed}
-            config = self.loaded.sampler_config(server[0], **own)
+            return self.loaded.sampler_config(server[0], **own)
+
+    def check_config(self, config: SamplerConfig) -> None:
+        """Refuse what the model cannot do, which the engine would only find out while others wait.
+
+        Raises:
+            RequestError: names the field.
+        """
+        with naming_the_field():
             check_token_ids(config, self.loaded.mask_token_id, self.vocab_size)
-        if config.cache is not None and not hasattr(self.loaded.denoiser, "commit"):
+        needed = "score_and_keep" if config.cache == DELAYED else "commit"
+        if config.cache is not None and not hasattr(self.loaded.denoiser, needed):
             raise RequestError(422, f"cache={config.cache!r} is not available for this model; leave it out", "cache")
-        return config
 
     def check_token_ids(self, ids: Sequence[int], field: str) -> None:
         """Refuse ids outside the vocabulary, which would end the process on a GPU.
