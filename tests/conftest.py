@@ -1,9 +1,16 @@
-"""Fixtures that tests of several rooms share."""
+"""Fixtures that tests of several rooms share.
+
+Shape letters: B rows, T canvas positions, L positions of one pass, S cache slots, H = 1 head, E hidden size,
+N scored positions, V vocabulary.
+"""
 
 import multiprocessing
 import multiprocessing.forkserver
 
 import pytest
+import torch
+
+from nemo_dllm.collections.diffusion.sampling import KVCache
 
 # A test process has one server to fork from, so one list serves all tests.
 PRELOADED = [
@@ -44,3 +51,68 @@ def forks():
     yield context
     for process in multiprocessing.active_children():
         process.kill()
+
+
+class TinyAttention:
+    """Two layers of attention with random weights and positions, over the canvas or with any cache.
+
+    Args:
+        vocabulary: tokens.
+        block_size: of block-causal attention over the canvas; None is bidirectional.
+        dtype, scale: of the logits; all else is float64, in which sums over hidden keys add exact zeros.
+
+    ``passes`` keeps the shape of every pass.
+    """
+
+    def __init__(self, vocabulary, block_size=None, *, seed=3, dtype=torch.float64, scale=4.0):
+        generator = torch.Generator().manual_seed(seed)
+        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+        self.embeddings_VE, self.positions_TE = draw(vocabulary, 8), draw(128, 8)
+        self.layers = draw(2, 3, 8, 8) / 3
+        self.block_size, self.dtype, self.scale = block_size, dtype, scale
+        self.passes = []
+
+    def __call__(self, tokens_BT, *, key_mask_BT=None):
+        keys_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if key_mask_BT is None else key_mask_BT
+        positions_BT = (keys_BT.cumsum(dim=1) - 1).clamp_min(0)
+        blocks_BT = positions_BT // (self.block_size or tokens_BT.shape[1])
+        visible_BTT = keys_BT[:, None] & (blocks_BT[:, None] <= blocks_BT[:, :, None])
+        return self._forward(tokens_BT, positions_BT, visible_BTT, lambda layer, keys, values: (keys, values))
+
+    def new_cache(self, rows, positions):
+        return KVCache(rows, positions)
+
+    def denoise(self, tokens_BL, positions_BL, cache, *, key_mask_BL):
+        return self._cached(tokens_BL, positions_BL, cache, cache.window(positions_BL, key_mask_BL))
+
+    def commit(self, tokens_BL, positions_BL, cache, *, key_mask_BL, blocks_BL):
+        window = cache.window(positions_BL, key_mask_BL, blocks_BL)
+        logits_BLV = self._cached(tokens_BL, positions_BL, cache, window)
+        cache.hold(window)
+        return logits_BLV[torch.arange(len(tokens_BL)), (key_mask_BL.sum(dim=1) - 1).clamp_min(0)]
+
+    def score_and_keep(self, tokens_BL, positions_BL, cache, rows_N, columns_N, *, key_mask_BL, kept_BL):
+        window = cache.window(positions_BL, key_mask_BL)
+        logits_BLV = self._cached(tokens_BL, positions_BL, cache, window)
+        cache.hold(window, kept_BL)
+        return logits_BLV[rows_N, columns_N]
+
+    def _cached(self, tokens_BL, positions_BL, cache, window):
+        return self._forward(tokens_BL, positions_BL, window.visible_BLS, lambda i, k, v: cache.write(i, window, k, v))
+
+    def _forward(self, tokens_BL, positions_BL, visible_BLS, store):
+        self.passes.append(tuple(tokens_BL.shape))
+        hidden_BLE = self.embeddings_VE[tokens_BL] + self.positions_TE[positions_BL]
+        for layer, (query, key, value) in enumerate(self.layers):
+            keys_BSHE, values_BSHE = store(layer, (hidden_BLE @ key)[:, :, None], (hidden_BLE @ value)[:, :, None])
+            scores_BLS = torch.einsum("ble,bse->bls", hidden_BLE @ query, keys_BSHE[:, :, 0])
+            weights_BLS = scores_BLS.clamp(-30, 30).exp() * visible_BLS
+            weights_BLS = weights_BLS / weights_BLS.sum(dim=-1, keepdim=True).clamp_min(1e-300)
+            hidden_BLE = torch.tanh(hidden_BLE + weights_BLS @ values_BSHE[:, :, 0])
+        return (self.scale * hidden_BLE @ self.embeddings_VE.T).to(self.dtype)
+
+
+@pytest.fixture(scope="session")
+def tiny_attention():
+    """The class of a small model with caches, for tests, which cannot import this file."""
+    return TinyAttention

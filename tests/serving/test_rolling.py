@@ -3,75 +3,11 @@
 import random
 
 import pytest
-import torch
 
-from nemo_dllm.collections.diffusion.sampling import KVCache, SamplerConfig, generate
+from nemo_dllm.collections.diffusion.sampling import SamplerConfig, generate
 from nemo_dllm.collections.diffusion.sampling.stopping import text_end
 from nemo_dllm.collections.diffusion.serving.rolling import Denoising, RollingBatch
 from nemo_dllm.collections.diffusion.serving.rows import Row
-
-WIDTH = 6
-
-
-class Attention:
-    """Two layers of attention with random weights and positions, over the whole canvas or with a cache; float64.
-
-    Sums over keys run in order of their slots and hidden ones add exact zeros, so that batching changes nothing.
-    """
-
-    def __init__(self, mask, block_size=None):
-        generator = torch.Generator().manual_seed(3)
-        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-        self.embeddings_VE, self.positions_TE, self.layers = (
-            draw(mask + 3, WIDTH),
-            draw(128, WIDTH),
-            draw(2, 3, WIDTH, WIDTH),
-        )
-        self.block_size, self.windows = block_size, []
-
-    def __call__(self, tokens_BT, *, key_mask_BT=None):
-        keys_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if key_mask_BT is None else key_mask_BT
-        positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
-        blocks_BT = positions_BT // (self.block_size or tokens_BT.shape[1])
-        visible_BTT = keys_BT[:, None] & (blocks_BT[:, None] <= blocks_BT[:, :, None])
-        return self._forward(tokens_BT, positions_BT, visible_BTT, lambda layer, keys, values: (keys, values))
-
-    def new_cache(self, rows, positions):
-        return KVCache(rows, positions)
-
-    def denoise(self, tokens_BL, positions_BL, cache, *, key_mask_BL):
-        window = cache.window(positions_BL, key_mask_BL)
-        return self._cached(tokens_BL, positions_BL, cache, window)
-
-    def commit(self, tokens_BL, positions_BL, cache, *, key_mask_BL, blocks_BL):
-        window = cache.window(positions_BL, key_mask_BL, blocks_BL)
-        logits_BLV = self._cached(tokens_BL, positions_BL, cache, window)
-        cache.hold(window)
-        return logits_BLV[torch.arange(len(tokens_BL)), (key_mask_BL.sum(dim=1) - 1).clamp_min(0)]
-
-    def score_and_keep(self, tokens_BL, positions_BL, cache, rows_N, columns_N, *, key_mask_BL, kept_BL):
-        window = cache.window(positions_BL, key_mask_BL)
-        logits_BLV = self._cached(tokens_BL, positions_BL, cache, window)
-        cache.hold(window, kept_BL)
-        return logits_BLV[rows_N, columns_N]
-
-    def _cached(self, tokens_BL, positions_BL, cache, window):
-        def exchange(layer, keys_BLE, values_BLE):
-            stored = cache.write(layer, window, keys_BLE[:, :, None], values_BLE[:, :, None])
-            return tuple(x_BSHE[:, :, 0] for x_BSHE in stored)
-
-        return self._forward(tokens_BL, positions_BL, window.visible_BLS, exchange)
-
-    def _forward(self, tokens_BL, positions_BL, visible_BLS, exchange):
-        self.windows.append(tuple(tokens_BL.shape))
-        hidden_BLE = self.embeddings_VE[tokens_BL] + self.positions_TE[positions_BL]
-        for layer, (query, key, value) in enumerate(self.layers):
-            keys_BSE, values_BSE = exchange(layer, hidden_BLE @ key, hidden_BLE @ value)
-            scores_BLS = torch.einsum("ble,bse->bls", hidden_BLE @ query, keys_BSE) / 20
-            weights_BLS = scores_BLS.clamp(-30, 30).exp() * visible_BLS
-            weights_BLS = weights_BLS / weights_BLS.sum(dim=-1, keepdim=True).clamp_min(1e-300)
-            hidden_BLE = torch.tanh(hidden_BLE + weights_BLS @ values_BSE)
-        return 4 * hidden_BLE @ self.embeddings_VE.T
 
 
 def decode(ids):
@@ -141,8 +77,9 @@ class Schedule:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda fields: "-".join(map(str, fields)) or "default")
-def test_rows_that_join_and_leave_get_what_they_get_alone(kit, settings):
-    model = Attention(kit.MASK, settings.get("block_size") if settings.get("cache") == "exact" else None)
+def test_rows_that_join_and_leave_get_what_they_get_alone(kit, tiny_attention, settings):
+    block_size = settings["block_size"] if settings.get("cache") == "exact" else None
+    model = tiny_attention(kit.VOCABULARY, block_size)
     fields = {"temperature": 1.0, "eos_token_id": kit.EOS, "suppress_token_ids": tuple(range(128, kit.MASK))} | settings
     rng = random.Random(5)
     rows = []
@@ -160,8 +97,8 @@ def test_rows_that_join_and_leave_get_what_they_get_alone(kit, settings):
         assert found == alone.completions[0].tolist()
 
 
-def test_a_prompt_is_encoded_once_and_without_those_that_run(kit):
-    model = Attention(kit.MASK, 4)
+def test_a_prompt_is_encoded_once_and_without_those_that_run(kit, tiny_attention):
+    model = tiny_attention(kit.VOCABULARY, 4)
     config = SamplerConfig(**EXACT)
     denoising = Denoising(model, kit.MASK, "cpu", decode)
     first, second = (Row([65] * 40, [], 8, config, seed, 0, lambda _: None) for seed in (1, 2))
@@ -181,18 +118,18 @@ def test_a_prompt_is_encoded_once_and_without_those_that_run(kit):
     # It waits for none of the blocks that the other one has still to find.
     assert passes == 4
     # The prompt and a block at a time; then the finished block of the first row, which the other one's sits beside.
-    assert model.windows[:7] == [(1, 40), *[(1, 4)] * 4, (1, 40), (1, 4)]
-    assert set(model.windows[7:]) == {(2, 4)}
+    assert model.passes[:7] == [(1, 40), *[(1, 4)] * 4, (1, 40), (1, 4)]
+    assert set(model.passes[7:]) == {(2, 4)}
 
 
-def test_rows_in_a_cache_of_another_kind_stay_together(kit):
-    class OwnCache(Attention):
+def test_rows_in_a_cache_of_another_kind_stay_together(kit, tiny_attention):
+    class OwnCache(tiny_attention):
         def new_cache(self, rows, positions):
             cache = super().new_cache(rows, positions)
             return type("Own", (), {name: getattr(cache, name) for name in ("window", "write", "hold")})()
 
     row = Row([65], [], 4, SamplerConfig(**EXACT), 1, 0, lambda _: None)
-    batch = RollingBatch(Denoising(OwnCache(kit.MASK, 4), kit.MASK, "cpu", decode), [row])
+    batch = RollingBatch(Denoising(OwnCache(kit.VOCABULARY, 4), kit.MASK, "cpu", decode), [row])
     assert not batch.is_elastic and not batch.is_open
     batch.step()
     row.abandoned = True
