@@ -107,3 +107,23 @@ def test_a_cache_is_forgotten_with_its_passes(both):
     assert len(both[0]._cache_passes) == 1
     del cache
     assert len(both[0]._cache_passes) == 0
+
+
+def test_rotary_frequencies_that_were_made_on_the_cpu(both):
+    rope = both[0].core.rotary_pos_emb
+    expected = both[1](canvas(0))
+    rope.inv_freq = rope.inv_freq.cpu()
+    assert all(torch.equal(both[0](canvas(0)), expected) for _ in range(3))
+    assert not both[0]._canvas_passes._unrecorded and rope.inv_freq.is_cuda
+
+
+def test_what_waits_for_the_device_runs_as_it_is(caplog):
+    from nemo_dllm.collections.diffusion.inference.recorded import RecordedPasses
+
+    passes = RecordedPasses()
+    for number in range(4):
+        given = torch.full((3,), number, device="cuda")
+        assert passes("sum", lambda x: x + int(x.sum()), given).tolist() == [4 * number] * 3
+        assert passes("double", lambda x: 2 * x, given).tolist() == [2 * number] * 3
+    assert [record.levelname for record in caplog.records if "'sum' are slower" in record.message] == ["WARNING"]
+    assert passes._unrecorded == {"sum"}

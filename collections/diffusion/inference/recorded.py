@@ -4,11 +4,13 @@ The layers of one pass are hundreds of kernels. At few tokens a GPU runs them in
 them; a graph is launched at once.
 """
 
+import logging
 from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 
+LOGGER = logging.getLogger(__name__)
 KEPT = 8
 """Graphs of one :class:`RecordedPasses`; each holds what its layers do between its input and its output."""
 
@@ -49,12 +51,13 @@ class RecordedPasses:
     """Runs passes; records those whose shapes come again.
 
     The first pass of a shape runs as it is, and compiles what it needs; the second is recorded. Shapes that were not
-    asked for longest are forgotten beyond ``KEPT``.
+    asked for longest are forgotten beyond ``KEPT``. What cannot be recorded runs as it is, and a warning says why.
     """
 
     def __init__(self):
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Hashable, _Graph | None] = {}
+        self._unrecorded: set[Hashable] = set()
 
     def __call__(self, name: Hashable, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """``run(*inputs)``, for good: no later pass changes it.
@@ -64,12 +67,21 @@ class RecordedPasses:
             run: see :class:`_Graph`.
             inputs: on the current CUDA device.
         """
+        if name in self._unrecorded:
+            return run(*inputs)
         key = (name, *((tensor.shape, tensor.dtype) for tensor in inputs))
         known = key in self._graphs
         # The last one is the one asked for last.
         graph = self._graphs.pop(key, None)
         if known and graph is None:
-            graph = _Graph(run, inputs, self._pool)
+            try:
+                graph = _Graph(run, inputs, self._pool)
+            except RuntimeError as error:
+                LOGGER.warning(
+                    "passes named %r are slower than they could be, they cannot be recorded: %s", name, error
+                )
+                self._unrecorded.add(name)
+                return run(*inputs)
         self._graphs[key] = graph
         if len(self._graphs) > KEPT:
             del self._graphs[next(iter(self._graphs))]

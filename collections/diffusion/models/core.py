@@ -210,10 +210,12 @@ class DiffusionCore(MegatronGPTModel):
         rope = self.rotary_pos_emb
         if position_ids is None:
             return rotary_table(rope(length))
+        # Megatron may have made them on the CPU.
+        rope.inv_freq = rope.inv_freq.to(position_ids.device)
         positions_SB = (position_ids[None] if position_ids.dim() == 1 else position_ids).t().float()
         if rope.seq_len_interpolation_factor is not None:
             positions_SB = positions_SB / rope.seq_len_interpolation_factor
-        angles = positions_SB[:, :, None, None] * rope.inv_freq.to(positions_SB.device)
+        angles = positions_SB[:, :, None, None] * rope.inv_freq
         if rope.rotary_interleaved:
             return rotary_table(torch.stack((angles, angles), dim=-1).flatten(-2))
         return rotary_table(torch.cat((angles, angles), dim=-1))
