@@ -53,6 +53,13 @@ def test_with_steps_a_threshold_commits_at_least_the_schedule():
     assert select([0.9, 0.2, 0.3], quota=2, factor=1.0) == [0, 2]
 
 
+def test_bounds_are_compared_in_the_precision_of_the_probabilities():
+    # In float32 as in decimals, 0.3 is not above 0.3 and 2 * (1 - 0.35) is 1.3; in float64 both fail.
+    assert select([0.9, 0.3], threshold=0.3) == [0]
+    assert select([0.35, 0.1], quota=0, factor=1.3) == [0]
+    assert select([0.9, 0.3], threshold=1e300) == [0]
+
+
 def test_one_is_committed_whatever_the_bound():
     assert select([0.1, 0.2], threshold=1.5) == [1]
     assert select([0.1, 0.2], factor=1e-6) == [1]

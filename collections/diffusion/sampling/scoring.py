@@ -93,24 +93,25 @@ class CommittedBlocks(CachedScorer):
         current_B1 = self._canvas.blocks_BT.masked_fill(~active_BT, lowest).amax(dim=1, keepdim=True)
         earlier_BT = self._canvas.keys_BT & (self._canvas.blocks_BT < current_B1)
         self._commit(tokens_BT, earlier_BT & ~self._committed_BT)
-        self._has_neighbour_B = self._committed_BT.any(dim=1)
         # What a shift needs besides the block at hand is put in front of its logits.
         self._take(active_BT, shifted=False)
 
     def __call__(self, tokens_BT: Tensor, scored_BT: Tensor) -> Tensor:
-        rows_N, columns_N = places_2N = self._places_2BT[:, scored_BT]
-        if self._right_shift and not columns_N.any() and self._has_neighbour_B[rows_N].all():
+        places_2N = self._places_2BT[:, scored_BT]
+        if not self._right_shift:
+            return self._denoise(tokens_BT)[on_device(places_2N, self._device).unbind()]
+        rows_N, columns_N = places_2N
+        has_neighbour_B = self._committed_BT.any(dim=1)
+        if not columns_N.any() and has_neighbour_B[rows_N].all():
             # With blocks of one token always so: the commit has given all that would be read of a pass.
             return self._last_BV[on_device(rows_N, self._device)]
         logits_BLV = self._denoise(tokens_BT)
-        if self._right_shift:
-            # The left neighbour of a block's first position is the last committed one; without any, as at position 0.
-            first_BV = logits_BLV[:, 0]
-            if self._last_BV is not None:
-                has_neighbour_B1 = on_device(self._has_neighbour_B[:, None], self._device)
-                first_BV = torch.where(has_neighbour_B1, self._last_BV, first_BV)
-            logits_BLV = torch.cat([first_BV[:, None], logits_BLV[:, :-1]], dim=1)
-        return logits_BLV[on_device(places_2N, self._device).unbind()]
+        # The left neighbour of a block's first position is the last committed one; without any, as at position 0.
+        first_BV = logits_BLV[:, 0]
+        if self._last_BV is not None:
+            first_BV = torch.where(on_device(has_neighbour_B[:, None], self._device), self._last_BV, first_BV)
+        shifted_BLV = torch.cat([first_BV[:, None], logits_BLV[:, :-1]], dim=1)
+        return shifted_BLV[on_device(places_2N, self._device).unbind()]
 
     def _commit(self, tokens_BT: Tensor, pending_BT: Tensor) -> None:
         if not pending_BT.any():
@@ -119,11 +120,12 @@ class CommittedBlocks(CachedScorer):
         given = window.take(tokens_BT, self._positions_BT, self._device)
         blocks_BL = on_device(self._canvas.blocks_BT.gather(1, window.index_BL), self._device)
         last_BV = self._model.commit(*given[:2], self._cache, key_mask_BL=given.key_mask_BL, blocks_BL=blocks_BL)
-        if self._right_shift and self._last_BV is not None:
-            is_given_B1 = on_device(window.valid_BL.any(dim=1, keepdim=True), self._device)
-            last_BV = torch.where(is_given_B1, last_BV, self._last_BV)
-        self._last_BV = last_BV
         self._committed_BT = self._committed_BT | pending_BT
+        if self._right_shift:
+            if self._last_BV is not None:
+                is_given_B1 = on_device(window.valid_BL.any(dim=1, keepdim=True), self._device)
+                last_BV = torch.where(is_given_B1, last_BV, self._last_BV)
+            self._last_BV = last_BV
 
 
 class Guided:
