@@ -47,15 +47,23 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the conversation, or a name is none of a variable of templates.
         """
-        taken = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
-        if refused := sorted(taken & variables.keys()):
-            raise ValueError(f"{', '.join(refused)} may not be set: only variables of the template itself may")
+        self.check_variables(variables)
         text = self._render(messages, add_generation_prompt=True, **variables)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError("the conversation holds half of a surrogate pair, which is no text") from error
         return self._encode(text)
+
+    def check_variables(self, variables: Mapping[str, Any]) -> None:
+        """Refuse names that mean something else to the tokenizer.
+
+        Raises:
+            ValueError: names them.
+        """
+        taken = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
+        if refused := sorted(taken & variables.keys()):
+            raise ValueError(f"{', '.join(refused)} may not be set: only variables of the template itself may")
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]

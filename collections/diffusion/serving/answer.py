@@ -15,6 +15,9 @@ from nemo_dllm.collections.diffusion.serving.plan import Plan
 from nemo_dllm.collections.diffusion.serving.rows import CanvasRow, Row, RowUpdate
 from nemo_dllm.collections.diffusion.serving.text_stream import TextStream
 
+# Updates that a client has left unread, after which it gets no canvas, or one that never reads would fill the memory.
+MAX_BACKLOG = 256
+
 
 class ClientGoneError(Exception):
     """Nobody reads the answer any more."""
@@ -72,6 +75,9 @@ class Answer:
         self._has_text, self._request_id = False, request_id
         self._updates: asyncio.Queue[ChoiceUpdate | Exception] = asyncio.Queue()
         self._decode, self._engine = decode, engine
+        self._is_closed = False
+        # Counted on the engine's thread, and on the event loop.
+        self._handed_out, self._read = 0, 0
         self._rows = []
         for index, choice in enumerate(plan.choices):
             context = choice.prompt[len(choice.prompt) - min(plan.context_tokens, len(choice.prompt)) :]
@@ -84,11 +90,12 @@ class Answer:
             raise RequestError(429, str(error), code="queue_full") from error
         except EngineClosedError as error:
             raise RequestError(503, str(error), code="shutting_down") from error
+        self._unfinished = len(self._rows)
         metrics.prompt_tokens.inc(plan.prompt_tokens)
 
     def give_up(self) -> None:
         """Free what the request holds, because its client is gone."""
-        self._engine.cancel(self._rows)
+        self._close("cancelled")
         self._updates.put_nowait(ClientGoneError())
 
     async def updates(self) -> AsyncIterator[ChoiceUpdate]:
@@ -98,15 +105,16 @@ class Answer:
             RequestError: time is up (504), or a row failed.
             ClientGoneError: after ``give_up``.
         """
-        unfinished, unfinished_because = len(self._rows), "cancelled"
+        unfinished_because = "cancelled"
         try:
-            while unfinished:
+            while self._unfinished:
                 # Not around the whole loop: what runs between two updates is the caller's.
                 async with asyncio.timeout_at(self._deadline):
                     update = await self._updates.get()
+                self._read += 1
                 if isinstance(update, Exception):
                     raise update
-                unfinished -= update.finish_reason is not None
+                self._unfinished -= update.finish_reason is not None
                 self._count(update)
                 yield update
         except TimeoutError as error:
@@ -116,9 +124,15 @@ class Answer:
             unfinished_because = "shutdown" if error.status == 503 else "failed"
             raise
         finally:
-            self._engine.cancel(self._rows)
-            self._metrics.rows.labels(unfinished_because).inc(unfinished)
+            self._close(unfinished_because)
         self._metrics.request_seconds.observe(time.monotonic() - self._arrival)
+
+    def _close(self, unfinished_because: str) -> None:
+        """Once: an answer that its client leaves before it begins is given up, and never iterated."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._engine.cancel(self._rows)
+            self._metrics.rows.labels(unfinished_because).inc(self._unfinished)
 
     def _count(self, update: ChoiceUpdate) -> None:
         if update.text and not self._has_text:
@@ -134,10 +148,12 @@ class Answer:
             news = _as_request_error(update.error, self._request_id)
         else:
             text = stream.push(update.tokens, last=update.finish_reason is not None)
-            canvas = None if update.canvas is None else self._canvas(update.canvas)
+            shown = update.canvas is not None and (update.finish_reason or self._handed_out - self._read < MAX_BACKLOG)
+            canvas = self._canvas(update.canvas) if shown else None
             if not (text or canvas or update.finish_reason):
                 return
             news = ChoiceUpdate(index, text, update.finish_reason, len(update.tokens), canvas)
+        self._handed_out += 1
         self._loop.call_soon_threadsafe(self._updates.put_nowait, news)
 
     def _canvas(self, row: CanvasRow) -> dict[str, Any]:

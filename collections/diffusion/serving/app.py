@@ -29,6 +29,7 @@ from nemo_dllm.collections.diffusion.serving.limits import ServerLimits
 from nemo_dllm.collections.diffusion.serving.metrics import ServerMetrics
 from nemo_dllm.collections.diffusion.serving.middleware import (
     CountRequests,
+    HeadAsGet,
     IdentifyRequests,
     LimitBody,
     RequireKey,
@@ -77,7 +78,7 @@ class Endpoints:
         shape: AnswerShape,
     ) -> Response:
         if body.model not in (None, self._model.name):
-            message = f"the model {body.model!r} does not exist; this server has {self._model.name!r}"
+            message = f"the model {body.model!r:.80} does not exist; this server has {self._model.name!r}"
             raise RequestError(404, message, "model", "model_not_found")
         plan = await asyncio.get_running_loop().run_in_executor(self._texts, plan_of, body)
         answer = Answer(
@@ -193,9 +194,10 @@ def create_app(model: ServedModel, limits: ServerLimits, *, api_key: str | None 
         await asyncio.to_thread(engine.close)
 
     # The documentation pages of FastAPI load scripts from elsewhere.
-    app = FastAPI(title="nemo-dllm", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="nemo-dllm", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_routes(app, Endpoints(model, limits, engine, metrics), metrics)
     _add_error_handlers(app)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(LimitBody, max_bytes=limits.max_body_bytes)
     if api_key is not None:
         app.add_middleware(RequireKey, api_key=api_key)
@@ -233,4 +235,6 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return error_response(of_http(error.status_code, str(error.detail), request.method, request.url.path))
+        headers = error.headers or {}
+        about = (str(error.detail), request.method, request.url.path, headers.get("Allow", ""))
+        return error_response(of_http(error.status_code, *about), headers)

@@ -107,9 +107,11 @@ class BatchingEngine:
             if self._closed:
                 raise EngineClosedError("the server is shutting down")
             if len(self._waiting) + len(rows) > self._limits.max_waiting_rows:
+                places = self._limits.max_waiting_rows
+                fix = "try again later" if len(rows) <= places else f"ask for at most {places} at once"
                 raise QueueFullError(
-                    f"{len(self._waiting)} of {self._limits.max_waiting_rows} places in the queue are taken, and the "
-                    f"request needs {len(rows)}; try again later"
+                    f"{len(self._waiting)} of {places} places in the queue are taken, and the request needs "
+                    f"{len(rows)}; {fix}"
                 )
             self._waiting.extend(rows)
             self._changed.notify()

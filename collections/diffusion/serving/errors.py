@@ -73,7 +73,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]], content_type: str) -> Req
         return RequestError(422, f"the body is no JSON object: {first['msg']}{fix}", code="invalid_value")
     field = str(first["loc"][1])
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 2:
-        message = f"{field} is no field of this endpoint; /openapi.json lists them"
+        message = f"{field:.80} is no field of this endpoint; /openapi.json lists them"
         return RequestError(422, message, field, "unknown_field")
     about = [error for error in errors if error["loc"][1:2] == first["loc"][1:2]]
     texts = {f"{_place(error['loc'][1:])}: {error['msg'].removeprefix('Value error, ')}": None for error in about}
@@ -86,15 +86,19 @@ def _place(path: Sequence[str | int]) -> str:
     return ".".join([str(path[0]), *(name for name in names if name not in _TYPES)])
 
 
-def of_http(status: int, detail: str, method: str, path: str) -> RequestError:
+def of_http(status: int, detail: str, method: str, path: str, allowed: str) -> RequestError:
     """The error of a request that no endpoint has seen.
 
     Args:
         status, detail: of the framework.
         method, path: of the request.
+        allowed: methods that the path has, for status 405.
     """
     if status == 400:
         return RequestError(400, "the body is no JSON that can be read", code="invalid_json")
-    if status in (404, 405):
-        return RequestError(status, f"{method} {path[:200]} is no endpoint; /openapi.json lists them", code="not_found")
+    if status == 405:
+        message = f"{method} {path[:200]} is no endpoint; ask with {allowed}"
+        return RequestError(405, message, code="not_found")
+    if status == 404:
+        return RequestError(404, f"{method} {path[:200]} is no endpoint; /openapi.json lists them", code="not_found")
     return RequestError(status, detail)

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from nemo_dllm.collections.diffusion.serving.errors import RequestError
-from nemo_dllm.collections.diffusion.serving.middleware import RETRY_AFTER, error_response
+from nemo_dllm.collections.diffusion.serving.middleware import ERROR_HEADERS, error_response
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def answering_while_loading(listening: socket.socket) -> Iterator[None]:
 
 async def _loading(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["path"] == "/health":
-        answer = JSONResponse({"status": "loading", "waiting": 0, "running": 0}, 503, {"Retry-After": RETRY_AFTER[503]})
+        answer = JSONResponse({"status": "loading", "waiting": 0, "running": 0}, 503, ERROR_HEADERS[503])
     else:
         answer = error_response(RequestError(503, "the model is being loaded; try again later", code="loading"))
     await answer(scope, receive, send)

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import logging
 import uuid
+from collections.abc import Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -16,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds for the body of a request to arrive.
 BODY_SECONDS = 30.0
-# Seconds after which a client may try again, by status.
-RETRY_AFTER = {429: "1", 503: "5"}
+# What goes with a status; a client may try again after so many seconds.
+ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
 
 
 class CountRequests:
@@ -39,6 +40,18 @@ class CountRequests:
             await send(message)
 
         await self._app(scope, receive, count)
+
+
+class HeadAsGet:
+    """Answers HEAD, which load balancers ask with, wherever GET is answered; the server leaves the body out."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
 
 
 class IdentifyRequests:
@@ -137,7 +150,6 @@ class LimitBody:
         raise RequestError(413, message, code="body_too_large")
 
 
-def error_response(error: RequestError) -> JSONResponse:
-    """The answer to a request that cannot be met."""
-    wait = RETRY_AFTER.get(error.status)
-    return JSONResponse(error.body(), error.status, None if wait is None else {"Retry-After": wait})
+def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The answer to a request that cannot be met, with further headers."""
+    return JSONResponse(error.body(), error.status, {**ERROR_HEADERS.get(error.status, {}), **(headers or {})})

@@ -91,6 +91,9 @@ class Planner:
             length = _Length(request.max_completion_tokens, "max_completion_tokens")
         with naming_the_field("messages"):
             template = self._model.chat_template
+        with naming_the_field("chat_template_kwargs"):
+            template.check_variables(request.chat_template_kwargs)
+        with naming_the_field("messages"):
             prompt = template.prompt([message.turn() for message in request.messages], request.chat_template_kwargs)
         self._model.check_token_ids(prompt, "messages")
         config, stops = self._sampling(request, length, template.end_token_ids)

@@ -186,3 +186,7 @@ class ChatRequest(_Base):
     audio: _not_supported(None)
     prediction: _not_supported(None)
     reasoning_effort: _not_supported(None)
+    verbosity: _not_supported(None, "medium")
+    web_search_options: _not_supported(None)
+    safety_identifier: Annotated[str | None, Field(description="Has no effect.")] = None
+    prompt_cache_key: Annotated[str | None, Field(description="Has no effect.")] = None

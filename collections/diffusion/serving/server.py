@@ -91,7 +91,6 @@ def run_until_stopped(
         print(f"note: {host} is open to others; set an API key ({KEY_VARIABLE})", file=sys.stderr)
     listening.listen()
     shown = f"[{host}]" if ":" in host else host
-    print(f"serving {model.name} at http://{shown}:{listening.getsockname()[1]} (API under /v1)", flush=True)
     config = uvicorn.Config(
         create_app(model, limits, api_key=api_key),
         log_config=None,
@@ -102,6 +101,8 @@ def run_until_stopped(
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
+        # Whoever reads this may stop the process at once.
+        print(f"serving {model.name} at http://{shown}:{listening.getsockname()[1]} (API under /v1)", flush=True)
         uvicorn.Server(config).run(sockets=[listening])
 
 
