@@ -6,7 +6,10 @@ Shape letters: B samples, L given tokens, K keys of the cache, G key/value heads
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from nemo_dllm.collections.diffusion.attention.masks import built_field, built_once
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,3 +27,18 @@ class CachedKeys:
 
     visible_BLK: Tensor | None
     exchange: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+    built: dict = built_field()
+
+
+@built_once
+def folded_bias(keys: CachedKeys, heads: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of the queries of ``heads`` heads, one head's after the other's: 0 or -inf.
+
+    Returns:
+        [B, 1, heads * L or 1, K], for keys that not every token sees. As a mask of bools each layer would make it anew.
+    """
+    visible_BLK = keys.visible_BLK
+    if visible_BLK.size(1) > 1:
+        visible_BLK = visible_BLK.repeat(1, heads, 1)
+    hidden_BLK = ~visible_BLK
+    return torch.zeros_like(hidden_BLK, dtype=dtype).masked_fill_(hidden_BLK, -torch.inf)[:, None]

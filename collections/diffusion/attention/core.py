@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys
+from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys, folded_bias
 from nemo_dllm.collections.diffusion.attention.context import copies, gather_keys, query_shard
 from nemo_dllm.collections.diffusion.attention.flex import flex
 from nemo_dllm.collections.diffusion.attention.masks import (
@@ -42,28 +42,27 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Pattern, float, float], Tensor]
 def sdpa(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, scale: float, dropout: float) -> Tensor:
     """Torch's fused kernels; every mask but that of :class:`Bidirectional` without documents is dense."""
     grouped = query.size(1) != key.size(1)
+    if isinstance(pattern, CachedKeys) and pattern.visible_BLK is not None:
+        return _fold_heads(query, key, value, pattern, scale)
     mask = _mask(pattern, query, key)
-    if grouped and mask is not None and isinstance(pattern, CachedKeys):
-        return _fold_heads(query, key, value, mask, scale)
     with sdpa_kernel(_KERNELS, set_priority=True):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped
         )
 
 
-def _fold_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _fold_heads(query: Tensor, key: Tensor, value: Tensor, pattern: CachedKeys, scale: float) -> Tensor:
     """Attention of the few queries of a generation, those of all heads of a group being queries of one head.
 
     The kernels that take a mask know no groups, and would copy the cache for each head.
     """
     rows, groups = key.shape[:2]
-    if mask.size(2) > 1:
-        mask = mask.unsqueeze(2).expand(-1, -1, query.size(1) // groups, -1, -1).flatten(2, 3)
+    bias = folded_bias(pattern, query.size(1) // groups, query.dtype)
     folded = query.reshape(rows, groups, -1, query.size(-1))
     # The kernel that takes masks in fp32 rounds to TF32.
     kernels = [SDPBackend.MATH] if query.dtype == torch.float32 else _KERNELS
     with sdpa_kernel(kernels, set_priority=True):
-        context = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+        context = F.scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
     return context.reshape(*query.shape[:3], -1)
 
 

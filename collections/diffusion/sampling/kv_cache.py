@@ -17,12 +17,14 @@ class CacheWindow(NamedTuple):
     """Where the positions of one pass lie in the cache.
 
     Attributes:
+        rows_B1: int64 number of each row.
         slots_BL: int64 slot of each position.
         visible_BLS: bool, slots that a position may attend to; at least one everywhere, so that a softmax over them
             is finite for padding too. Its second size is 1 where all positions see the same.
         written_BS: bool, slots that the pass writes.
     """
 
+    rows_B1: Tensor
     slots_BL: Tensor
     visible_BLS: Tensor
     written_BS: Tensor
@@ -86,7 +88,8 @@ class KVCache:
             visible_BLS = (self._held_BS & ~written_BS)[:, None] | (written_BS[:, None] & earlier_BLS)
         nothing_BL1 = ~visible_BLS.any(dim=-1, keepdim=True)
         padding_S = torch.arange(self._padding_slot + 1, device=slots_BL.device) == self._padding_slot
-        return CacheWindow(slots_BL, visible_BLS | (nothing_BL1 & padding_S), written_BS)
+        rows_B1 = torch.arange(len(slots_BL), device=slots_BL.device)[:, None]
+        return CacheWindow(rows_B1, slots_BL, visible_BLS | (nothing_BL1 & padding_S), written_BS)
 
     def write(self, layer: int, window: CacheWindow, keys_BLHD: Tensor, values_BLHD: Tensor) -> tuple[Tensor, Tensor]:
         """Put one layer's keys and values into the slots of the window.
@@ -97,9 +100,8 @@ class KVCache:
         if layer not in self._layers:
             shape = (*self._held_BS.shape, *keys_BLHD.shape[2:])
             self._layers[layer] = (keys_BLHD.new_zeros(shape), values_BLHD.new_zeros(shape))
-        rows_B1 = torch.arange(len(keys_BLHD), device=keys_BLHD.device)[:, None]
         for kept_BSHD, new_BLHD in zip(self._layers[layer], (keys_BLHD, values_BLHD), strict=True):
-            kept_BSHD[rows_B1, window.slots_BL] = new_BLHD
+            kept_BSHD[window.rows_B1, window.slots_BL] = new_BLHD
         return self._layers[layer]
 
     def hold(self, window: CacheWindow, kept_BL: Tensor | None = None) -> None:
