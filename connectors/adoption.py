@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
+from nemo.utils import logging
 
 from nemo_dllm.collections.diffusion.models.a2d import A2DModel
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
@@ -33,33 +34,71 @@ class Source(NamedTuple):
         return grown_vocab_size(self.checkpoint.config, find_family(self.checkpoint.config), self.mask_token)
 
 
-def open_source(model: DiffusionModel, hf_path: str | Path) -> Source:
+def open_source(model: DiffusionModel, hf_path: str | Path, facts: CheckpointFacts | None = None) -> Source:
     """Open a Hugging Face checkpoint for a model.
+
+    Args:
+        model: not built.
+        hf_path: folder of the checkpoint.
+        facts: of it, where they have been read.
 
     Raises:
         FileNotFoundError, ValueError: see :class:`HFCheckpoint`.
         ValueError: where the model contradicts the checkpoint, or there is no mask token.
     """
-    checkpoint, facts = HFCheckpoint(hf_path), read_facts(hf_path)
+    checkpoint, facts = HFCheckpoint(hf_path), facts or read_facts(hf_path)
     source = Source(checkpoint, facts, _mask_token(model.objective, checkpoint))
     check_same_source(model, Origin(checkpoint.config, facts), checkpoint.path, source.vocab_size)
     return source
 
 
-def adopt_import(model: DiffusionModel, nemo_path: str | Path) -> None:
-    """Give a model the tokenizer and vocabulary of an imported checkpoint, and its mask token where the objective has
-    none.
+def adopt_import(model: DiffusionModel, nemo_path: str | Path, recipe_mask_token_id: int | None = None) -> None:
+    """Give a model the tokenizer, the vocabulary and the mask token of an imported checkpoint.
+
+    Args:
+        model: not built.
+        nemo_path: the checkpoint.
+        recipe_mask_token_id: see :func:`adopt_mask_token`.
 
     Raises:
-        ValueError: where the checkpoint is no import, or of another model, or its logit shift another.
+        ValueError: where the checkpoint is no import, or of another model, or its mask token or logit shift another.
     """
     nemo_path = Path(nemo_path)
     origin = read_origin(nemo_path)
     if origin is None:
         raise ValueError(f"{nemo_path} is no import of a Hugging Face checkpoint; remove it or choose another folder")
     imported = load_model_context(nemo_path)
+    adopt_mask_token(model, imported.objective.mask_token_id, nemo_path, recipe_mask_token_id)
     check_same_source(model, origin, nemo_path, imported.config.vocab_size)
     adopt(model, imported.tokenizer, imported.objective.mask_token_id, imported.config.vocab_size)
+
+
+def adopt_mask_token(
+    model: DiffusionModel, declared: int | None, where: str | Path, recipe_mask_token_id: int | None = None
+) -> None:
+    """Give a model the mask token that a checkpoint declares, if it declares one.
+
+    Args:
+        model: not built.
+        declared: None leaves the objective as it is.
+        where: the checkpoint, for errors.
+        recipe_mask_token_id: of a recipe, which nobody has chosen for this checkpoint.
+
+    Raises:
+        ValueError: where the objective has another, and that is not the recipe's.
+    """
+    chosen = model.objective.mask_token_id
+    if declared is None or chosen == declared:
+        return
+    if chosen is not None and chosen != recipe_mask_token_id:
+        raise ValueError(
+            f"model.objective.mask_token_id={chosen} contradicts {where}, whose mask token is {declared}; set it to "
+            f"{declared} or None (null on the command line), which takes the checkpoint's"
+        )
+    if chosen is not None:
+        logging.info(f"the mask token is {declared}, that of {where}, and not {chosen}, the recipe's")
+    for objective in (model.objective, model.__io__.objective):
+        objective.mask_token_id = declared
 
 
 def adopt(model: DiffusionModel, tokenizer: TokenizerSpec | None, mask_token_id: int, vocab_size: int) -> None:

@@ -64,6 +64,11 @@ class CheckpointFacts:
     block_start: str = BLOCK_DEFAULTS["block_start"]
 
     @property
+    def declared_mask_token_id(self) -> int | None:
+        """The mask token that a file of the checkpoint names; None where it is to be added."""
+        return None if self.mask_token_added else self.mask_token_id
+
+    @property
     def block_fields(self) -> dict[str, Any]:
         """Fields of :class:`BlockDiffusion` that say how the model attends and is sampled; none without blocks."""
         if self.block_size is None:

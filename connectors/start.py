@@ -11,8 +11,9 @@ import lightning.pytorch as pl
 from megatron.core.utils import unwrap_model
 
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
-from nemo_dllm.connectors.adoption import adopt, check_same_source, open_source
+from nemo_dllm.connectors.adoption import adopt, adopt_mask_token, check_same_source, open_source
 from nemo_dllm.connectors.companions import FOLDER, copy_companions, read_companions, small_files
+from nemo_dllm.connectors.facts import CheckpointFacts, read_facts
 from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.load import load_hf_weights
 from nemo_dllm.connectors.mask_token import grown_vocab_size, mask_token_at
@@ -20,7 +21,9 @@ from nemo_dllm.connectors.nemo_tokenizer import nemo_tokenizer
 from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
 
 
-def adopt_hf_checkpoint(model: DiffusionModel, hf_path: str | Path, folder: Path) -> Path:
+def adopt_hf_checkpoint(
+    model: DiffusionModel, hf_path: str | Path, folder: Path, recipe_mask_token_id: int | None = None
+) -> Path:
     """Make a model one of a Hugging Face checkpoint, as :func:`import_hf_checkpoint` does, all but the weights.
 
     The checkpoint's small files are kept in ``folder``, so that a resumed run does not need the checkpoint, and go from
@@ -30,16 +33,19 @@ def adopt_hf_checkpoint(model: DiffusionModel, hf_path: str | Path, folder: Path
         model: not built; it gets tokenizer, mask token and vocabulary.
         hf_path: folder of the checkpoint; where it is gone, what ``folder`` holds is used.
         folder: of the run.
+        recipe_mask_token_id: see :func:`adopt_mask_token`.
 
     Returns:
         The folder in ``folder`` for what is kept of this checkpoint.
 
     Raises:
-        FileNotFoundError, ValueError: see :func:`open_source`.
+        FileNotFoundError, ValueError: see :func:`open_source` and :func:`adopt_mask_token`.
     """
     hf_path = Path(hf_path)
     kept = _kept(folder) if not hf_path.exists() else None
-    companions = kept or _keep(model, hf_path, folder)
+    facts = read_companions(kept).facts if kept else read_facts(hf_path)
+    adopt_mask_token(model, facts.declared_mask_token_id, facts.source, recipe_mask_token_id)
+    companions = kept or _keep(model, hf_path, folder, facts)
     origin = read_companions(companions)
     mask_token_id = model.objective.mask_token_id
     if mask_token_id is None:
@@ -52,8 +58,8 @@ def adopt_hf_checkpoint(model: DiffusionModel, hf_path: str | Path, folder: Path
     return companions.parent
 
 
-def _keep(model: DiffusionModel, hf_path: Path, folder: Path) -> Path:
-    source = open_source(model, hf_path)
+def _keep(model: DiffusionModel, hf_path: Path, folder: Path, facts: CheckpointFacts) -> Path:
+    source = open_source(model, hf_path, facts)
     content = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in small_files(hf_path)}
     told = json.dumps([str(hf_path.resolve()), content, source.mask_token])
     kept = folder / hashlib.sha256(told.encode()).hexdigest()[:12]

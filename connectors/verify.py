@@ -133,7 +133,7 @@ def verify_checkpoint(
 
 def _said_differently(facts: CheckpointFacts, told: Any) -> list[str]:
     """An autoregressive checkpoint says nothing of a shift, and one that gets a mask token added nothing of that."""
-    here = {"block_size": facts.block_size, "mask_token_id": None if facts.mask_token_added else facts.mask_token_id}
+    here = {"block_size": facts.block_size, "mask_token_id": facts.declared_mask_token_id}
     if facts.attention != "causal":
         here["right_shift"] = facts.right_shift
     return [

@@ -159,7 +159,7 @@ def family_recipe(
         layout=facts.layout,
         dir=dir,
     )
-    recipe.init_from = init_from
+    recipe.init_from, recipe.recipe_mask_token_id = init_from, family.mask_token_id
     set_adapters(recipe, TASKS[task])
     return recipe
 

@@ -11,7 +11,7 @@ from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.training.checkpoints import seen_by
 from nemo_dllm.collections.diffusion.training.rank_zero import told_by_rank_zero
 from nemo_dllm.collections.diffusion.training.resume import ResumeLatest
-from nemo_dllm.connectors.adoption import adopt_import
+from nemo_dllm.connectors.adoption import adopt_import, adopt_mask_token
 from nemo_dllm.connectors.base_model import base_of, keep_base
 from nemo_dllm.connectors.companions import read_origin
 from nemo_dllm.connectors.importers import local_folder
@@ -26,13 +26,16 @@ class StartFrom(ResumeLatest):
     """Goes on from the latest complete checkpoint of the run, and without one starts from other weights.
 
     The model gets tokenizer, mask token and vocabulary of what it starts from, and so does the data where it was given
-    no tokenizer.
+    no tokenizer. A mask token that is declared there, by a file of a Hugging Face checkpoint or the objective of a NeMo
+    one, counts; where there is none, the objective's.
 
     Args:
         init_from: folder of a Hugging Face checkpoint, its name on the Hugging Face Hub (``hf://NAME``), or folder of a
             NeMo checkpoint.
         mask_init: of rows that the vocabulary grows by: ``mean``, ``random`` or ``zero``.
         data: the run's data module.
+        recipe_mask_token_id: of a recipe, whose objective has it where nobody has chosen another; another than this one
+            has to be the one declared.
         adapters: whether the weights stay as they are, and adapters are trained: a Hugging Face checkpoint is then
             converted into the folder of the run, which resuming and exporting take it from.
     """
@@ -40,6 +43,7 @@ class StartFrom(ResumeLatest):
     init_from: str
     mask_init: str = "mean"
     data: pl.LightningDataModule | None = None
+    recipe_mask_token_id: int | None = None
     adapters: bool = False
 
     def setup(self, trainer, model=None) -> None:
@@ -52,21 +56,32 @@ class StartFrom(ResumeLatest):
         if (source / "context").is_dir():
             self.restore_config = RestoreConfig(path=str(source))
             if read_origin(source) is not None:
-                adopt_import(model, source)
-            elif model.tokenizer is None:
-                model.tokenizer = io.load_context(source, subpath="model.tokenizer")
+                adopt_import(model, source, self.recipe_mask_token_id)
+            else:
+                self._start_from_trained(source, model)
         else:
             self._start_from_hf(trainer, model)
         if model.tokenizer is not None and getattr(self.data.__io__, "tokenizer", None) is None:
             self.data.tokenizer = model.tokenizer
+        if getattr(self.data, "mask_token_id", None) is not None:
+            # Random tokens are all but this one.
+            self.data.mask_token_id = model.objective.mask_token_id
         super().setup(trainer, model)
+
+    def _start_from_trained(self, source: Path, model: DiffusionModel) -> None:
+        trained = io.load_context(source, subpath="model", build=False)
+        # The model of a NeMo checkpoint may be NeMo's own, without an objective.
+        declared = getattr(getattr(trained, "objective", None), "mask_token_id", None)
+        adopt_mask_token(model, declared, source, self.recipe_mask_token_id)
+        if model.tokenizer is None:
+            model.tokenizer = io.load_context(source, subpath="model.tokenizer")
 
     def _start_from_hf(self, trainer: pl.Trainer, model: DiffusionModel) -> None:
         resumes = self.resume_from_path or self.find(trainer)
         source = Path(self.init_from.removeprefix("hf://"))
         if not resumes or source.exists():
             source = local_folder(source)
-        kept = adopt_hf_checkpoint(model, source, Path(AppState().log_dir) / KEPT_FOLDER)
+        kept = adopt_hf_checkpoint(model, source, Path(AppState().log_dir) / KEPT_FOLDER, self.recipe_mask_token_id)
         if resumes:
             return
         if self.adapters:
@@ -80,15 +95,10 @@ class StartFrom(ResumeLatest):
         return base_of(Path(adapter_meta_path).parents[1])
 
 
-def start_from(
-    init_from: str | None,
-    mask_init: str,
-    resume: AutoResume | None,
-    data: pl.LightningDataModule,
-    adapters: bool = False,
-) -> AutoResume | None:
+def start_from(init_from: str | None, resume: AutoResume | None, **settings: object) -> AutoResume | None:
     """The resume object of a run that starts from ``init_from``, see :class:`StartFrom`; ``resume`` for None."""
     if init_from is None:
         return resume
-    settings = {} if resume is None else {field.name: getattr(resume, field.name) for field in fields(resume)}
-    return StartFrom(**settings, init_from=str(init_from), mask_init=mask_init, data=data, adapters=adapters)
+    if resume is not None:
+        settings |= {field.name: getattr(resume, field.name) for field in fields(resume)}
+    return StartFrom(init_from=str(init_from), **settings)

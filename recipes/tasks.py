@@ -31,19 +31,21 @@ def pretrain(
     optim: OptimizerModule | None = None,
     init_from: str | None = None,
     mask_init: str = "mean",
+    recipe_mask_token_id: int | None = None,
 ) -> Path:
     """Pretrain a diffusion model; further arguments and result as ``nemo.collections.llm.pretrain``.
 
     Args:
         model, data, trainer, log, resume, optim: see there.
-        init_from, mask_init: what to start from, see :class:`StartFrom`; None is random weights.
+        init_from, mask_init, recipe_mask_token_id: what to start from, see :class:`StartFrom`; None is random weights.
 
     Raises:
         ValueError: where model, data and trainer do not fit together; names the fields, before anything is built.
     """
     with refused_once():
         check_settings(model, data, trainer)
-    resume = start_from(init_from, mask_init, resume, data)
+    start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}
+    resume = start_from(init_from, resume, **start)
     return llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
 
 
@@ -57,12 +59,13 @@ def finetune(
     peft: PEFT | None = None,
     init_from: str | None = None,
     mask_init: str = "mean",
+    recipe_mask_token_id: int | None = None,
 ) -> Path:
     """Fine-tune a diffusion model; further arguments and result as ``nemo.collections.llm.finetune``.
 
     Args:
         model, data, trainer, log, resume, optim, peft: see there.
-        init_from, mask_init: see :func:`pretrain`.
+        init_from, mask_init, recipe_mask_token_id: see :func:`pretrain`.
 
     Raises:
         ValueError: as :func:`pretrain`, and for ``peft`` that cannot be trained or merged, or has nothing to adapt.
@@ -70,7 +73,8 @@ def finetune(
     with refused_once():
         check_settings(model, data, trainer)
     _check_adapters(peft, model, trainer.strategy, resume, init_from)
-    resume = start_from(init_from, mask_init, resume, data, adapters=peft is not None)
+    start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}
+    resume = start_from(init_from, resume, **start, adapters=peft is not None)
     return llm.finetune(
         model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim, peft=peft, tokenizer="data"
     )

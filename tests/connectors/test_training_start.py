@@ -55,3 +55,68 @@ def test_another_tokenizer_is_another_start(models, single_process, tmp_path, fi
     second = start()
     assert second != first
     assert (second / "hf" / file).is_file() and start() == second
+
+
+RECIPE = 151
+"""The mask token of a recipe; of the golden checkpoints, SDAR declares 196 in config.json, LLaDA2 197 in its tokenizer
+alone, A2D and Qwen3 none."""
+
+
+@pytest.fixture
+def start(models, make_twin, single_process, tmp_path):
+    """The mask token of a model whose objective has ``chosen``, once it starts from a golden checkpoint."""
+    from nemo_dllm.connectors.conversion import diffusion_model
+    from nemo_dllm.connectors.start import adopt_hf_checkpoint
+
+    def start(checkpoint, chosen, **config):
+        source = tmp_path / "twin"
+        if not source.exists():
+            make_twin(checkpoint, **config)
+        model = diffusion_model(source, mask_token_id=chosen)
+        adopt_hf_checkpoint(model, source, tmp_path / "run", recipe_mask_token_id=RECIPE)
+        assert model.objective.mask_token_id == model.__io__.objective.mask_token_id
+        return model.objective.mask_token_id
+
+    return start
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize(
+    "checkpoint, config, declared",
+    [
+        ("sdar", {}, 196),
+        ("llada2_moe", {}, 197),
+        ("a2d_qwen3", {}, None),
+        ("qwen3", {}, None),
+        ("a2d_qwen3", {"mask_token_id": 150}, 150),
+        ("qwen3", {"mask_token_id": 150}, 150),
+    ],
+)
+def test_a_declared_mask_token_counts_before_the_recipe_s(start, checkpoint, config, declared):
+    assert start(checkpoint, RECIPE, **config) == (declared or RECIPE)
+    assert start(checkpoint, None, **config) == (declared or 196)
+    if declared is None:
+        assert start(checkpoint, 17, **config) == 17
+        return
+    assert start(checkpoint, declared, **config) == declared
+    named = (
+        rf"model.objective.mask_token_id=17 contradicts .*twin, whose mask token is {declared}; set it to {declared} or"
+    )
+    with pytest.raises(ValueError, match=named):
+        start(checkpoint, 17, **config)
+
+
+@pytest.mark.nemo
+def test_the_mask_token_of_an_import_counts_before_the_recipe_s(models, single_process, tmp_path):
+    from nemo_dllm.connectors.adoption import adopt_import
+    from nemo_dllm.connectors.conversion import diffusion_model, import_checkpoint
+
+    imported = import_checkpoint(models / "qwen3", tmp_path / "nemo", kind="a2d", mask_token_id=42)
+    model = diffusion_model(models / "qwen3", "a2d", mask_token_id=RECIPE)
+    adopt_import(model, imported, RECIPE)
+    assert model.objective.mask_token_id == 42
+    model = diffusion_model(models / "qwen3", "a2d", mask_token_id=17)
+    with pytest.raises(
+        ValueError, match=r"mask_token_id=17 contradicts .*nemo, whose mask token is 42; set it to 42 or"
+    ):
+        adopt_import(model, imported, RECIPE)

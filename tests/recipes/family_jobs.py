@@ -7,6 +7,7 @@ import nemo_dllm.recipes  # noqa: F401
 from nemo_dllm.collections.diffusion import cpu
 from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
 from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
+from nemo_dllm.connectors.facts import read_facts
 from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.hf_export import export_hf_checkpoint
 from nemo_dllm.recipes.builder import RECIPES, set_precision
@@ -14,15 +15,19 @@ from nemo_dllm.recipes.builder import RECIPES, set_precision
 SEQ_LENGTH = 16
 
 
-def shrink(recipe, hf_config, mask_token_id):
-    """The recipe for a tiny checkpoint, on the CPU."""
+def shrink(recipe, hf_config, added_mask_token_id):
+    """The recipe for a tiny checkpoint, on the CPU.
+
+    ``added_mask_token_id`` is for one that declares none: the recipe's own is larger than its vocabulary.
+    """
     for name, value in find_family(hf_config).config.to_nemo(hf_config).items():
         if value is not None:
             setattr(recipe.model.config, name, value)
     recipe.model.config.seq_length = recipe.data.seq_length = SEQ_LENGTH
-    recipe.model.objective.mask_token_id = mask_token_id
+    if added_mask_token_id is not None:
+        recipe.model.objective.mask_token_id = added_mask_token_id
     if recipe.data.__fn_or_cls__ is MockDataModule:
-        recipe.data.mask_token_id, recipe.data.vocab_size = mask_token_id, hf_config["vocab_size"]
+        recipe.data.vocab_size = hf_config["vocab_size"]
     recipe.data.micro_batch_size, recipe.data.global_batch_size, recipe.data.num_val_rows = 2, 4, 4
     strategy = recipe.trainer.strategy
     strategy.tensor_model_parallel_size = strategy.pipeline_model_parallel_size = 1
@@ -36,7 +41,8 @@ def shrink(recipe, hf_config, mask_token_id):
 
 def train(recipe_name, checkpoint, folder, mask_token_id, objective):
     recipe = RECIPES[recipe_name](init_from=str(checkpoint), dir=str(folder), name="run")
-    shrink(recipe, HFCheckpoint(checkpoint).config, mask_token_id)
+    declares_none = read_facts(checkpoint).declared_mask_token_id is None
+    shrink(recipe, HFCheckpoint(checkpoint).config, mask_token_id if declares_none else None)
     for name, value in objective.items():
         setattr(recipe.model.objective, name, value)
         setattr(recipe.data, name, value)

@@ -18,6 +18,7 @@ JOBS = {
     "llama": ("llama31_8b_a2d_pretrain", "llama3_rope", 196, {}),
     "llada lora": ("llada_8b_lora", "llada_gqa", 197, {}),
     "qwen3moe lora": ("qwen3_30b_a3b_a2d_lora", "qwen3_moe", 196, {}),
+    "sdar": ("sdar_1p7b_finetune", "sdar", 196, {}),
     "qwen2": ("qwen25_7b_bd3lm_finetune", "qwen2", 196, {"block_size": 4}),
 }
 
@@ -49,7 +50,7 @@ def test_from_a_folder_to_a_folder(forks, tmp_path, family):
         # Two steps at the recipe's rate: all weights have moved, none further than two steps of Adam take it.
         assert min(moved.values()) > 0 and max(moved.values()) < 1e-3
     source, config = (json.loads((f / "config.json").read_text()) for f in (MODELS / checkpoint, tmp_path / "hf"))
-    if checkpoint in ("dream", "llada_gqa"):
+    if checkpoint in ("dream", "llada_gqa", "sdar"):
         assert config == source
     else:
         assert config["model_type"] == f"a2d-{family.split()[0]}"
