@@ -26,6 +26,8 @@ app.add_typer(data.app, name="data")
 Verbose = Annotated[bool, typer.Option("--verbose", help="All output of NeMo, and tracebacks of errors.")]
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 ARGUMENTS = "[ARGUMENTS]"
+UsageError = typer.BadParameter.__base__
+"""Of arguments that click cannot read; typer has a click of its own or not, as its version is."""
 ARGUMENTS_HELP = (
     "ARGUMENTS are those of the same command under `nemo llm`: --factory NAME or --factory 'NAME(argument=value)', "
     "--yaml FILE, and fields of the recipe, such as trainer.max_steps=100. `nemo-dllm recipes` lists the names."
@@ -35,12 +37,21 @@ ARGUMENTS_HELP = (
 def main() -> None:
     """Run the command; what a user can mend is one line on standard error and exit code 2."""
     try:
-        app()
+        # None, or what a command exits with.
+        sys.exit(app(prog_name="nemo-dllm", standalone_mode=False) or 0)
+    except UsageError as error:
+        if message := " ".join(error.format_message().split()):  # Without arguments at all help has been shown instead.
+            _show_error(f"{message.rstrip('.')} (`{error.ctx.command_path} --help`)")
+        sys.exit(USAGE)
     except Exception as error:
         if "--verbose" in sys.argv or not is_for_users(error):
             raise
-        print(f"error: {in_options(one_line(error), _options_of_command(sys.argv[1:]))}", file=sys.stderr)
+        _show_error(in_options(one_line(error), _options_of_command(sys.argv[1:])))
         sys.exit(USAGE)
+
+
+def _show_error(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
 
 
 @app.command()

@@ -84,25 +84,44 @@ def test_all_else_keeps_its_traceback(run_main, does, arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "arguments, about",
     [
-        ["generate", "absent"],
-        ["generate", ".", "--prompt", "a", "--prompt-file", __file__],
-        ["generate", ".", "--prompt-file", "absent.jsonl"],
-        ["generate", ".", "--top-k", "many"],
-        ["generate"],
-        ["infill", ".", "--text", "a <mask>", "--prefix", "a"],
-        ["chat", "absent"],
-        ["evaluate", "."],
-        ["evaluate", ".", "absent.txt"],
+        (["generate", "absent"], "'absent' does not exist"),
+        (["generate", ".", "--prompt", "a", "--prompt-file", __file__], "--prompt=a and --prompt-file="),
+        (["generate", ".", "--prompt-file", "absent.jsonl"], "'absent.jsonl' does not exist"),
+        (["generate", ".", "--top-k", "many"], "Invalid value for '--top-k': "),
+        (["generate"], "Missing argument 'PATH'"),
+        (["infill", ".", "--text", "a <mask>", "--prefix", "a"], "--text=a <mask> and --prefix=a"),
+        (["chat", "absent"], "'absent' does not exist"),
+        (["evaluate", "."], "Missing argument 'DATA'"),
+        (["evaluate", ".", "absent.txt"], "'absent.txt' does not exist"),
+        (["plan", "x", "--gpus", "many"], "'--gpus'"),
+        (["plan", "x", "--gpuss", "8"], "--gpuss (Possible options: --gpus)"),
+        (["recipes", "all"], "unexpected extra argument"),
+        (["data", "show", "x"], "Missing option '--tokenizer'"),
+        (["trainn"], "No such command 'trainn'"),
+        (["--nope"], "No such option: --nope"),
     ],
 )
-def test_wrong_arguments_end_before_nemo_is_imported(monkeypatch, capsys, arguments):
+def test_wrong_arguments_are_one_line_before_nemo_is_imported(monkeypatch, capsys, arguments, about):
     monkeypatch.setattr(sys, "argv", ["nemo-dllm", *arguments])
     monkeypatch.setattr(cli, "_import", lambda *_: pytest.fail("imported NeMo"))
     with pytest.raises(SystemExit, match="2"):
         cli.main()
-    assert f"nemo-dllm {arguments[0]} --help" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and about in line
+    command = " ".join(["nemo-dllm", *arguments[: 2 if arguments[0] == "data" else 1]])
+    known = arguments[0] not in ("trainn", "--nope")
+    assert line.endswith(f"(`{command if known else 'nemo-dllm'} --help`)")
+
+
+@pytest.mark.parametrize("arguments", [[], ["data"]])
+def test_no_arguments_ask_for_help(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(sys, "argv", ["nemo-dllm", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    shown = capsys.readouterr()
+    assert " ".join(["Usage: nemo-dllm", *arguments]) in shown.out and shown.err == ""
 
 
 @pytest.mark.parametrize(
