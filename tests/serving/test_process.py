@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -78,6 +79,24 @@ def test_what_runs_is_finished_when_the_process_is_told_to_stop(process, told):
     assert len(log.read_text().splitlines()) == 1
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
+
+
+def test_what_waits_is_answered_when_the_process_is_told_to_stop(kit, process):
+    server, url, _ = process(200)
+
+    def ask(index):
+        body = {"prompt": "a", "max_tokens": 20, "n": 2, "remasking": ("margin", "confidence")[index % 2]}
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=300)
+
+    def have_come():
+        return "nemo_dllm_prompt_tokens_total 20.0" in httpx.get(f"{url}/metrics", timeout=300).text
+
+    with ThreadPoolExecutor(20) as clients:
+        answers = [clients.submit(ask, index) for index in range(20)]
+        kit.until(have_come)
+        server.send_signal(signal.SIGTERM)
+        assert [len(answer.result(300).json()["choices"]) for answer in answers] == [2] * 20
+    assert server.wait(300) == 0
 
 
 def test_what_takes_longer_than_its_time_is_cut_off(process):

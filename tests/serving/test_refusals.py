@@ -48,6 +48,14 @@ def test_an_error_names_the_field(server, field, value, message):
     assert error["param"] == field and message in error["message"]
 
 
+def test_no_error_is_as_long_as_what_it_is_about(server):
+    long = "a" * 100_000
+    for body in ({"prompt": "a", long: 1}, {"prompt": "a", "model": long}, {"prompt": "a", "remasking": long}):
+        response = server.post(COMPLETIONS, body)
+        assert response.status_code in (404, 422) and len(response.json()["error"]["message"]) <= 1_000
+    assert len(httpx.get(f"{server.url}/{long[:5_000]}").json()["error"]["message"]) <= 1_000
+
+
 def test_the_client_raises_its_own_errors(server):
     with pytest.raises(openai.UnprocessableEntityError) as error:
         server.client().chat.completions.create(model="toy", messages=[])

@@ -49,3 +49,19 @@ def test_white_space_between_prompt_and_completion():
 def test_a_prompt_that_ends_within_a_character():
     first, *rest = "é".encode()
     assert pieces(TextStream(from_bytes, context=[first]), [*rest, ord("x")])[-1].endswith("x")
+
+
+def test_long_stops_cost_little():
+    compared = []
+
+    class Stop(str):
+        def startswith(self, part):
+            compared.append(len(part))
+            return super().startswith(part)
+
+    stream = TextStream(from_bytes, stops=[Stop("a" * 10_000 + str(i)) for i in range(16)])
+    text = b"ab" * 100 + b"a" * 800
+    parts = [stream.push(text[:end], last=end == len(text)) for end in range(1, len(text) + 1)]
+    assert "".join(parts) == text.decode() and parts[300:-1] == [""] * 699
+    # Every place is refused once, and the place where a stop may begin is looked at once per piece.
+    assert len(compared) <= 16 * 2 * len(text)

@@ -78,7 +78,7 @@ class Endpoints:
         shape: AnswerShape,
     ) -> Response:
         if body.model not in (None, self._model.name):
-            message = f"the model {body.model!r:.80} does not exist; this server has {self._model.name!r}"
+            message = f"the model {body.model!r} does not exist; this server has {self._model.name!r}"
             raise RequestError(404, message, "model", "model_not_found")
         plan = await asyncio.get_running_loop().run_in_executor(self._texts, plan_of, body)
         answer = Answer(

@@ -25,6 +25,7 @@ class RequestError(Exception):
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        message = _shortened(message)
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
@@ -32,6 +33,11 @@ class RequestError(Exception):
         """What the client gets."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _shortened(message: str) -> str:
+    """Values that fill pages are no help, and clients choose them."""
+    return message if len(message) <= 1_000 else f"{message[:600]} ... {message[-300:]}"
 
 
 @contextmanager
@@ -73,7 +79,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]], content_type: str) -> Req
         return RequestError(422, f"the body is no JSON object: {first['msg']}{fix}", code="invalid_value")
     field = str(first["loc"][1])
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 2:
-        message = f"{field:.80} is no field of this endpoint; /openapi.json lists them"
+        message = f"{field} is no field of this endpoint; /openapi.json lists them"
         return RequestError(422, message, field, "unknown_field")
     about = [error for error in errors if error["loc"][1:2] == first["loc"][1:2]]
     texts = {f"{_place(error['loc'][1:])}: {error['msg'].removeprefix('Value error, ')}": None for error in about}
@@ -97,8 +103,8 @@ def of_http(status: int, detail: str, method: str, path: str, allowed: str) -> R
     if status == 400:
         return RequestError(400, "the body is no JSON that can be read", code="invalid_json")
     if status == 405:
-        message = f"{method} {path[:200]} is no endpoint; ask with {allowed}"
+        message = f"{method} {path} is no endpoint; ask with {allowed}"
         return RequestError(405, message, code="not_found")
     if status == 404:
-        return RequestError(404, f"{method} {path[:200]} is no endpoint; /openapi.json lists them", code="not_found")
+        return RequestError(404, f"{method} {path} is no endpoint; /openapi.json lists them", code="not_found")
     return RequestError(status, detail)

@@ -49,10 +49,8 @@ class TextStream:
 
     def _certain(self, text: str) -> str:
         text = text.rstrip(_INCOMPLETE)
-        begun = [
-            length
-            for stop in self._stops
-            for length in range(1, min(len(stop), len(text) + 1))
-            if text.endswith(stop[:length])
-        ]
-        return text[: len(text) - max(begun, default=0)]
+        # No stop begins in what has been sent, or that would have been held back.
+        for start in range(len(self._sent), len(text)):
+            if any(stop.startswith(text[start:]) for stop in self._stops):
+                return text[:start]
+        return text
