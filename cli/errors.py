@@ -3,24 +3,33 @@
 All else is a failure: it keeps its traceback where there is one to keep, and ends with exit code 1.
 """
 
+import errno
 import re
 from collections.abc import Mapping
 
 USAGE = 2
 """Exit code of what a user can mend, as shells and the parsers of options have it."""
 
+_OF_FOLDERS = frozenset(
+    getattr(errno, name)
+    for name in ("EACCES", "EPERM", "EROFS", "ENOTDIR", "EISDIR", "ENOSPC", "EDQUOT", "EFBIG", "ENAMETOOLONG")
+)
+"""What the system says of a place that cannot be written, whoever wanted to."""
+
 _BUILDING = "\n\nFiddle context:"
 """Before the paragraph that fiddle appends where a recipe cannot be built: a setting has no meaning."""
 
 
 def is_for_users(error: BaseException) -> bool:
-    """Whether one of our checks raised it, the reader of arguments, or a constructor that a recipe calls."""
+    """Whether one of our checks raised it, the reader of arguments, a constructor that a recipe calls, or a disk."""
     if type(error).__module__.startswith("nemo_run.cli"):
+        return True
+    if _BUILDING in str(error):
+        return True
+    if isinstance(error, OSError) and error.errno in _OF_FOLDERS:
         return True
     if not isinstance(error, ValueError | OSError):
         return False
-    if _BUILDING in str(error):
-        return True
     traceback = error.__traceback__
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
@@ -30,6 +39,8 @@ def is_for_users(error: BaseException) -> bool:
 
 def one_line(error: BaseException) -> str:
     """The message, with the place in the recipe where fiddle, which builds recipes, appends a paragraph on it."""
+    if isinstance(error, OSError) and error.errno in _OF_FOLDERS:
+        return ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
     message, _, fiddle_context = str(error).partition(_BUILDING)
     place = fiddle_context.partition(" at <root>.")[2].partition(" ")[0]
     return f"{place}: {message}" if place else message

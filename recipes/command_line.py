@@ -6,19 +6,21 @@ import logging
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import UnionType
-from typing import Union, get_args, get_origin
+from typing import Literal, Union, get_args, get_origin
 
 import nemo_run as run
 import typer
-from nemo.utils import AppState
+from nemo.utils import AppState as RunState
 from nemo.utils.get_rank import is_global_rank_zero
 from nemo_run.cli import api
 from nemo_run.cli.cli_parser import CLIException, ParseError
 from nemo_run.cli.lazy import LazyEntrypoint
+from torchx.specs import AppState
 
 from nemo_dllm.recipes.builder import RECIPES
 from nemo_dllm.recipes.saved import is_saved_recipe
@@ -37,15 +39,17 @@ def run_task(task: Callable, arguments: list[str], *, verbose: bool) -> None:
 
     Raises:
         ValueError: for an argument that cannot be read; names the nearest known ones.
+        SystemExit: where it is interrupted, with 130.
         Exception: whatever the run raises.
     """
     entrypoint = task.cli_entrypoint
     app = typer.Typer(pretty_exceptions_enable=False)
     # With --verbose nemo_run passes exceptions on.
     arguments = ["--yes", "--verbose", *arguments]
+    name = f"nemo-dllm {task.__name__}"
     if verbose:
         entrypoint.cli(app)
-        app(args=arguments, standalone_mode=False)
+        _run(app, arguments, name)
         return
     context_class, entrypoint.run_ctx_cls = entrypoint.run_ctx_cls, QuietRun
     try:
@@ -53,7 +57,13 @@ def run_task(task: Callable, arguments: list[str], *, verbose: bool) -> None:
     finally:
         entrypoint.run_ctx_cls = context_class
     with _without_announcements():
-        app(args=arguments, standalone_mode=False)
+        _run(app, arguments, name)
+
+
+def _run(app: typer.Typer, arguments: list[str], name: str) -> None:
+    # What it returns is 130 where it was interrupted, and else None.
+    if code := app(args=arguments, prog_name=name, standalone_mode=False):
+        sys.exit(code)
 
 
 class QuietRun(api.RunContext):
@@ -90,20 +100,29 @@ class QuietRun(api.RunContext):
         if self.dryrun or self.repl or self.to_yaml or self.to_toml or self.to_json:
             super()._execute_task(fn, task_args)
             return
-        run.run(
-            self.parse_fn(fn, task_args),
-            name=self.name,
-            executor=self.executor,
-            plugins=self.plugins,
-            direct=self.direct or self.executor is None,
-            detach=self.detach,
-        )
-        if self.executor is None and is_global_rank_zero():
+        task = self.parse_fn(fn, task_args)
+        if self.executor is not None and not self.direct:
+            self._launch(task)
+            return
+        run.run(task, direct=True)
+        if is_global_rank_zero():
             _print_places()
+
+    def _launch(self, task: run.Partial) -> None:
+        """Run a task elsewhere as ``run.run`` does, which does not tell how it ended.
+
+        Raises:
+            SystemExit: with 1, where it failed.
+        """
+        with run.Experiment(self.name, executor=self.executor) as experiment:
+            experiment.add(task, name=self.name, plugins=self.plugins, tail_logs=True)
+            experiment.run(detach=self.detach)
+        if not self.detach and any(job.state != AppState.SUCCEEDED for job in experiment.jobs):
+            sys.exit(1)
 
 
 def _print_places() -> None:
-    folder = AppState().log_dir
+    folder = RunState().log_dir
     if folder is None:
         return
     folder = Path(os.path.relpath(folder)) if Path(folder).is_relative_to(Path.cwd()) else Path(folder)
@@ -146,8 +165,7 @@ def _explain(error: CLIException, recipe: run.Partial | dict) -> str:
     """
     if isinstance(error, ParseError) and isinstance(error.reason, dict):
         key, value, expected = (error.reason[name] for name in ("key", "value", "expected_type"))
-        kinds = ("None" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in _kinds(expected))
-        return f"{key}={value} cannot be read as {' or '.join(kinds)}"
+        return f"{key}={value} cannot be read as {' or '.join(_kinds(expected))}"
     key = error.context.get("key", error.arg)
     *parents, field = key.split(".")
     owner = recipe
@@ -160,9 +178,13 @@ def _explain(error: CLIException, recipe: run.Partial | dict) -> str:
     return f"{key} is unknown; {_near(field, fields, '.'.join([*parents, ''])) or f'known: {known}'}"
 
 
-def _kinds(expected: type) -> tuple[type, ...]:
-    """The types that a field takes, one or those of a union."""
-    return get_args(expected) if get_origin(expected) in (Union, UnionType) else (expected,)
+def _kinds(expected: type) -> list[str]:
+    """What a field takes: a type, the types of a union, the values of a literal."""
+    if get_origin(expected) in (Union, UnionType):
+        return [kind for member in get_args(expected) for kind in _kinds(member)]
+    if get_origin(expected) is Literal:
+        return [str(value) for value in get_args(expected)]
+    return ["None" if expected is type(None) else getattr(expected, "__name__", str(expected))]
 
 
 def _near(name: str, known: dict | list, prefix: str = "") -> str:

@@ -3,10 +3,16 @@
 Nodes and GPUs are those of the recipe's trainer: :class:`FitToTrainer` sees to that, on the command line unasked.
 """
 
+import os
+import signal
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import nemo_run as run
+import psutil
 from nemo.collections import llm
 from nemo_run.core.execution.launcher import Torchrun
 
@@ -68,6 +74,8 @@ class FitToTrainer(run.Plugin):
     def setup(self, task: run.Partial | run.Script, executor: run.Executor) -> None:
         """Set nodes, tasks and GPUs of the executor; tasks of others and other executors stay as they are.
 
+        Ctrl-C and SIGTERM reach processes of a local executor from then on.
+
         Raises:
             ValueError: for devices whose number is unknown here, and a folder that no later job would find.
         """
@@ -79,6 +87,7 @@ class FitToTrainer(run.Plugin):
             executor.env_vars.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         if isinstance(executor, run.LocalExecutor):
             executor.nodes, executor.ntasks_per_node = task.trainer.num_nodes, devices
+            _pass_signals_on()
         elif isinstance(executor, run.SlurmExecutor):
             _check_folder(task.log.log_dir)
             _fit_slurm(executor, task.trainer.num_nodes, devices)
@@ -102,6 +111,31 @@ def number_of_devices(trainer: run.Config) -> int:
     if not isinstance(devices, int) or devices < 1:
         raise ValueError(f"trainer.devices={devices!r} is a number only where the GPUs are; set the number per node")
     return devices
+
+
+def _pass_signals_on() -> None:
+    """Let what ends this process end the processes that nemo_run starts, which it waits for.
+
+    They are sessions of their own: no terminal reaches them, and they would train on.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before = signal.getsignal(number)
+        if before is not signal.SIG_IGN:
+            signal.signal(number, partial(_pass_on, before))
+
+
+def _pass_on(before, number: int, frame: object) -> None:
+    launched = False
+    for child in psutil.Process().children():
+        with suppress(ProcessLookupError):
+            if os.getsid(child.pid) == child.pid:
+                os.kill(child.pid, number)
+                launched = True
+    if not launched:
+        signal.signal(number, before)
+        signal.raise_signal(number)
 
 
 def _fit_slurm(executor: run.SlurmExecutor, nodes: int, devices: int) -> None:

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import math
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -20,6 +21,10 @@ from nemo_dllm.collections.diffusion.models.lora import LoRA
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.objectives import Objective
 from nemo_dllm.recipes.start import start_from
+
+OPTIMIZERS = ("adam", "sgd")
+LAYOUT_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+MODEL_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
 
 
 def pretrain(
@@ -44,6 +49,7 @@ def pretrain(
     """
     with refused_once():
         check_settings(model, data, trainer)
+        _check_optimizer(optim)
     start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}
     resume = start_from(init_from, resume, **start)
     return llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
@@ -72,6 +78,7 @@ def finetune(
     """
     with refused_once():
         check_settings(model, data, trainer)
+        _check_optimizer(optim)
     _check_adapters(peft, model, trainer.strategy, resume, init_from)
     start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}
     resume = start_from(init_from, resume, **start, adapters=peft is not None)
@@ -89,6 +96,9 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
     strategy, config = trainer.strategy, model.config
     _check_processes(trainer)
     _check_fields(strategy)
+    _check_sizes("trainer", trainer, ("log_every_n_steps", "accumulate_grad_batches"))
+    _check_sizes("trainer.strategy", strategy, LAYOUT_SIZES)
+    _check_sizes("model.config", config, MODEL_SIZES)
     model_size = (
         strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size * strategy.context_parallel_size
     )
@@ -101,6 +111,11 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
     _check_rows(model.objective, data, strategy)
     if trainer.max_steps < 1:
         raise ValueError(f"trainer.max_steps={trainer.max_steps} must be the number of optimizer steps, at least 1")
+    if trainer.val_check_interval == 0:
+        raise ValueError(
+            "trainer.val_check_interval=0 must be the number of steps between validations; trainer.limit_val_batches=0 "
+            "leaves them out"
+        )
     if trainer.limit_train_batches != 1.0:
         raise ValueError(
             f"trainer.limit_train_batches={trainer.limit_train_batches} would feed the same samples again and again; "
@@ -159,6 +174,26 @@ def _check_fields(strategy: nl.MegatronStrategy) -> None:
         known = inspect.signature(nl.MegatronStrategy).parameters
         similar = difflib.get_close_matches(field, known) or sorted(known)
         raise ValueError(f"trainer.strategy has no field {field}; did you mean {' or '.join(similar)}?")
+
+
+def _check_sizes(place: str, owner: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        size = getattr(owner, name)
+        if size is not None and size < 1:
+            raise ValueError(f"{place}.{name}={size} must be at least 1")
+
+
+def _check_optimizer(optim: OptimizerModule | None) -> None:
+    """Check what Megatron refuses late, or takes and learns nothing with."""
+    config = getattr(optim, "config", None)
+    optimizer, rate = getattr(config, "optimizer", "adam"), getattr(config, "lr", None)
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optim.config.optimizer={optimizer!r} is unknown; choose from {', '.join(OPTIMIZERS)}")
+    if rate is not None and not 0 < rate < math.inf:
+        raise ValueError(f"optim.config.lr={rate} must be above 0 and finite")
+    warmup = getattr(getattr(optim, "lr_scheduler", None), "warmup_steps", None)
+    if warmup is not None and warmup < 0:
+        raise ValueError(f"optim.lr_scheduler.warmup_steps={warmup} must be at least 0")
 
 
 def _check_positions(config, seq_length: int) -> None:

@@ -1,5 +1,7 @@
 """What both command lines say to bad input: one line that names the option as it is typed, and exit code 2."""
 
+import errno
+import os
 import re
 import sys
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_dllm.cli import main as cli
-from nemo_dllm.cli.errors import in_options
+from nemo_dllm.cli.errors import in_options, is_for_users, one_line
 
 MODELS = Path(__file__).parents[1] / "golden" / "models"
 
@@ -30,6 +32,19 @@ def test_messages_in_the_words_of_a_command_line(message, shown):
     names = ("top_k", "steps", "max_new_tokens", "best", "stop_at_eos")
     options = {name: f"--{name.replace('_', '-')}" for name in names} | {"path": "PATH"}
     assert in_options(message, options) == shown
+
+
+@pytest.mark.parametrize(
+    "number, filename, shown",
+    [
+        (errno.EACCES, "runs/a b", "runs/a b: Permission denied"),
+        (errno.ENOSPC, None, "No space left on device"),
+        (errno.EFBIG, "x", "x: File too large"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_for_users(number, filename, shown):
+    error = OSError(number, os.strerror(number), filename)
+    assert is_for_users(error) and one_line(error) == shown
 
 
 class Case:

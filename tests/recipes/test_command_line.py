@@ -41,6 +41,7 @@ TINY = ("--factory", "mdlm_tiny")
         ((*TINY, "model.xyzzy=2"), "model.xyzzy is unknown; known: config, objective, optim, tokenizer"),
         ((*TINY, "model.config.xyzzy=2"), "model.config.xyzzy is unknown; known: the fields of Qwen3Config"),
         ((*TINY, "optim.config.lr=abc"), "optim.config.lr=abc cannot be read as float or None"),
+        ((*TINY, "trainer.strategy.fsdp=x"), "trainer.strategy.fsdp=x cannot be read as megatron or pytorch or None"),
         ((*TINY, "trainer.max_steps=2.5"), "trainer.max_steps=2.5 cannot be read as int"),
         ((*TINY, "--trainer.max_steps=2"), "--trainer.max_steps=2 is neither an option of nemo llm pretrain nor"),
         ((*TINY, "steps"), "steps is neither an option of nemo llm pretrain nor FIELD=VALUE"),
@@ -103,6 +104,26 @@ def test_a_recipe_can_be_exported_and_read_back(export, recipes):
         expected.optim.config.lr = 0.5
         context = RunContext(name="pretrain", factory=f"saved(path='{file}')")
         assert context.parse_fn(llm.pretrain, ["optim.config.lr=0.5"]) == expected
+
+
+def test_an_interrupted_run_is_no_success(pretrain, monkeypatch):
+    """Ctrl-C before the trainer listens: what reads the arguments ends with a code of its own."""
+    import nemo_run as run
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        pretrain(*TINY)
+
+
+@pytest.mark.parametrize("devices, message", [("0", "not a valid input"), ("x", "should be an int > 0")])
+def test_what_a_constructor_refuses_with_another_error_is_a_setting_too(pretrain, devices, message):
+    with pytest.raises(Exception, match=message) as caught:
+        pretrain(*TINY, f"trainer.devices={devices}")
+    assert is_for_users(caught.value)
+    assert one_line(caught.value).startswith("trainer: ") and "\n" not in one_line(caught.value)
 
 
 def test_files_that_hold_no_recipe_of_the_command(export, tmp_path):

@@ -4,6 +4,7 @@ import io
 import os
 import re
 import shlex
+import signal
 import stat
 import subprocess
 import sys
@@ -162,6 +163,28 @@ def test_a_local_run_has_the_processes_of_the_trainer(prepared, tiny):
     assert role.entrypoint == "torchrun"
     assert role.args[role.args.index("--nproc-per-node") + 1] == "3"
     assert role.args[role.args.index("--nnodes") + 1] == "1"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_ends_the_launcher_ends_what_it_launched(tiny, number):
+    """In a session of its own, as nemo_run starts torchrun; where nothing runs, all is as before."""
+    import fiddle as fdl
+
+    from nemo_dllm.recipes.executors import FitToTrainer, local
+
+    received, before = [], {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        signal.signal(number, lambda *_: received.append(number))
+        FitToTrainer().setup(tiny, fdl.build(local()))
+        with subprocess.Popen(["sleep", "300"], start_new_session=True) as launched:
+            signal.raise_signal(number)
+            assert launched.wait(timeout=60) == -number
+        assert received == []
+        signal.raise_signal(number)
+        assert received == [number]
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @pytest.mark.parametrize("folder", [None, "runs"])

@@ -86,6 +86,16 @@ def test_sequence_longer_than_the_table_of_learned_positions(check, tiny):
         ("trainer.strategy.tensor_model_parallel_size", 4, "num_query_groups=2 is not divisible by trainer.strategy"),
         ("trainer.strategy.pipeline_model_parallel_size", 3, "num_layers=4 is not divisible by trainer.strategy"),
         ("trainer.max_steps", 0, "trainer.max_steps=0 must be the number of optimizer steps, at least 1"),
+        (
+            "trainer.val_check_interval",
+            0,
+            "val_check_interval=0 must be .*; trainer.limit_val_batches=0 leaves them out",
+        ),
+        ("trainer.log_every_n_steps", 0, "trainer.log_every_n_steps=0 must be at least 1"),
+        ("trainer.strategy.tensor_model_parallel_size", 0, "trainer.strategy.tensor_.*_size=0 must be at least 1"),
+        ("trainer.strategy.context_parallel_size", -2, "trainer.strategy.context_parallel_size=-2 must be at least 1"),
+        ("model.config.hidden_size", 0, "model.config.hidden_size=0 must be at least 1"),
+        ("model.config.num_attention_heads", 0, "model.config.num_attention_heads=0 must be at least 1"),
         ("model.config.kv_channels", 47, "model.config.kv_channels=47 must be even: rotary embeddings turn pairs"),
         (
             "trainer.limit_train_batches",
@@ -212,6 +222,27 @@ def test_misspelt_field_of_the_strategy(check, tiny):
 def test_what_torch_itself_takes_is_let_through(check, tiny):
     tiny.trainer.strategy.find_unused_parameters = False
     check(tiny)
+
+
+@pytest.mark.parametrize(
+    "owner, field, value, text",
+    [
+        ("config", "lr", -1.0, "optim.config.lr=-1.0 must be above 0 and finite"),
+        ("config", "lr", float("nan"), "optim.config.lr=nan must be above 0 and finite"),
+        ("config", "optimizer", "lion", "optim.config.optimizer='lion' is unknown; choose from adam, sgd"),
+        ("lr_scheduler", "warmup_steps", -1, "optim.lr_scheduler.warmup_steps=-1 must be at least 0"),
+    ],
+)
+def test_optimizers_that_would_not_learn(tiny, tmp_path, owner, field, value, text):
+    import fiddle as fdl
+
+    from nemo_dllm.recipes import tasks
+
+    tiny.log.log_dir = str(tmp_path)
+    setattr(getattr(tiny.optim, owner), field, value)
+    with pytest.raises(ValueError, match=text):
+        tasks.pretrain(**fdl.build(tiny).keywords)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("task", ["pretrain", "finetune"])
