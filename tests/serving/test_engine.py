@@ -256,6 +256,22 @@ def test_a_row_that_fails_does_not_take_others_along(kit, engine_of, row_of, cap
     assert again.updates[-1].finish_reason
 
 
+def test_who_cannot_be_told_does_not_stop_the_engine(kit, engine_of, row_of, caplog):
+    def hangs_up(update):
+        raise RuntimeError("nobody there")
+
+    engine = engine_of(kit.ToyModel())
+    gone, stays = row_of(seed=1), row_of(seed=2)
+    gone.deliver = hangs_up
+    engine.submit([gone, stays])
+    kit.until(lambda: gone.done and stays.done)
+    assert stays.updates[-1].finish_reason == "length" and "cannot be told so" in caplog.text
+    again = row_of(seed=2)
+    engine.submit([again])
+    kit.until(lambda: again.done)
+    assert again.updates[-1].tokens == stays.updates[-1].tokens and engine.is_alive
+
+
 def test_closing_ends_what_is_left(kit, engine_of, row_of):
     model = kit.ToyModel()
     engine = engine_of(model)
