@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 
 from nemo_dllm.collections.diffusion.sampling import SamplerConfig, generate, infill, span_between
 from nemo_dllm.collections.diffusion.serving.engine import BatchingEngine, EngineClosedError, QueueFullError
@@ -270,6 +271,23 @@ def test_who_cannot_be_told_does_not_stop_the_engine(kit, engine_of, row_of, cap
     engine.submit([again])
     kit.until(lambda: again.done)
     assert again.updates[-1].tokens == stays.updates[-1].tokens and engine.is_alive
+
+
+def test_a_device_that_fails_ends_the_engine(kit, engine_of, row_of, caplog):
+    model = kit.ToyModel()
+    engine = engine_of(model)
+    running, waiting = row_of(length=400), row_of()
+    hold(kit, model, engine, running)
+    engine.submit([waiting])
+    model.fail_on = kit.MASK
+    model.error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    model.open.set()
+    kit.until(lambda: running.done and waiting.done and not engine.is_alive)
+    for row in (running, waiting):
+        assert row.updates[-1].error.code == "device_failed"
+    assert "illegal memory access" in caplog.text
+    with pytest.raises(EngineClosedError, match="restart the server"):
+        engine.submit([row_of()])
 
 
 def test_closing_ends_what_is_left(kit, engine_of, row_of):

@@ -89,7 +89,7 @@ class Answer:
         except QueueFullError as error:
             raise RequestError(429, str(error), code="queue_full") from error
         except EngineClosedError as error:
-            raise RequestError(503, str(error), code="shutting_down") from error
+            raise RequestError(503, str(error), code=error.code) from error
         self._unfinished = len(self._rows)
         metrics.prompt_tokens.inc(plan.prompt_tokens)
 
@@ -167,6 +167,6 @@ class Answer:
 
 def _as_request_error(error: Exception, request_id: str) -> RequestError:
     if isinstance(error, EngineClosedError):
-        return RequestError(503, str(error), code="shutting_down")
+        return RequestError(503, str(error), code=error.code)
     # Settings have been checked before, so that even a ValueError is no fault of the request.
     return RequestError(500, f"the model failed; the server's log says how, under {request_id}", code="model_failed")

@@ -25,7 +25,16 @@ class QueueFullError(Exception):
 
 
 class EngineClosedError(Exception):
-    """The server is shutting down."""
+    """The engine finishes no more rows.
+
+    Args:
+        message: why.
+        code: that, in a word.
+    """
+
+    def __init__(self, message: str, code: str):
+        super().__init__(message)
+        self.code = code
 
 
 class BatchingEngine:
@@ -62,7 +71,7 @@ class BatchingEngine:
         self._alone: deque[Row] = deque()
         self._batch: RollingBatch | None = None
         self._overtaking = 0
-        self._closed = False
+        self._closed: EngineClosedError | None = None
         self._thread = threading.Thread(target=self._work, name="denoiser", daemon=True)
 
     def start(self) -> None:
@@ -71,15 +80,24 @@ class BatchingEngine:
 
     def close(self) -> None:
         """Give up all rows, and wait for the pass at hand to end."""
+        left = self._stop(EngineClosedError("the server is shutting down", "shutting_down"))
+        self._thread.join()
+        self._refuse(left)
+
+    def _stop(self, reason: EngineClosedError) -> list[Row]:
+        """Take no more rows, and give up those that there are, which are returned."""
         with self._changed:
-            self._closed = True
+            self._closed = self._closed or reason
             left = [*self._waiting, *self._alone, *self._running]
             self._changed.notify()
         self.cancel(left)
-        self._thread.join()
-        for row in left:
+        return left
+
+    def _refuse(self, rows: Sequence[Row]) -> None:
+        for row in rows:
             if not row.done:
-                row.deliver(RowUpdate([], error=EngineClosedError("the server is shutting down")))
+                row.done = True
+                row.deliver(RowUpdate([], error=self._closed))
 
     @property
     def is_alive(self) -> bool:
@@ -101,11 +119,11 @@ class BatchingEngine:
 
         Raises:
             QueueFullError: there is no room.
-            EngineClosedError: after ``close``.
+            EngineClosedError: after ``close``, or when the device has failed.
         """
         with self._changed:
             if self._closed:
-                raise EngineClosedError("the server is shutting down")
+                raise self._closed
             if len(self._waiting) + len(rows) > self._limits.max_waiting_rows:
                 places = self._limits.max_waiting_rows
                 fix = "try again later" if len(rows) <= places else f"ask for at most {places} at once"
@@ -127,6 +145,11 @@ class BatchingEngine:
         while self._gather_rows():
             try:
                 self._denoise_once()
+            except torch.AcceleratorError:
+                # No later pass of this process would succeed.
+                logger.critical("the device has failed: restart the server", exc_info=True)
+                reason = EngineClosedError("the device has failed; restart the server", "device_failed")
+                self._refuse(self._stop(reason))
             except Exception as error:
                 self._fail(error)
 
