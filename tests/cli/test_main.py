@@ -295,6 +295,28 @@ def test_a_run_prints_progress_and_places_only(from_yaml):
 
 
 @pytest.mark.nemo
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(workplace):
+    folder, run = workplace
+    command = ["nemo-dllm", "pretrain", "--factory", "mdlm_tiny(path='text', dir='full disk')"]
+    command += [f"{path}={value}" for path, value in flat(SIZES)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    full = subprocess.run(
+        [Path(sys.executable).parent / command[0], *command[1:]],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        # No file grows beyond this, as on a disk without room.
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)),
+    )
+    (line,) = full.stderr.splitlines()
+    assert full.returncode == 2 and line.startswith("error: ")
+    assert ".ckpt could not be written; is the disk full? The checkpoints before it are whole" in line
+    assert "step 4/4" in run(*command).stdout
+
+
+@pytest.mark.nemo
 def test_a_run_writes_text(workplace, from_command_line):
     _, run = workplace
     output = run("nemo-dllm", "generate", from_command_line, "--prompt=def read", "--max-new-tokens=12", "--watch")

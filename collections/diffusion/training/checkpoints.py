@@ -7,10 +7,12 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import lightning.pytorch as pl
 import torch
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from nemo.utils import logging
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 
 # Seconds between attempts to read.
 _DELAYS = (1, 2, 4, 8)
@@ -46,6 +48,22 @@ class CommonModelCheckpoint(ModelCheckpoint):
         if torch.distributed.is_initialized():
             torch.distributed.broadcast_object_list(found, src=0)
         return found[0]
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        """Save.
+
+        Raises:
+            OSError: where what writes the files could not.
+        """
+        try:
+            super()._save_checkpoint(trainer, filepath)
+        except (OSError, CheckpointException) as error:
+            # Of the first rank that failed. A full disk is, for torch's archives, a wrong position in a file.
+            reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+            raise OSError(
+                f"{filepath} could not be written; is the disk full? The checkpoints before it are whole "
+                f"({' '.join(str(reason).split())})"
+            ) from error
 
 
 def is_complete(checkpoint: Path) -> bool:
