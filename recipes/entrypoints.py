@@ -54,8 +54,10 @@ class _Entrypoint(Entrypoint):
         given = set()
         for argument in args:
             name, is_named, _ = argument.partition("=")
+            if not parameters:
+                raise ValueError(f"{argument} is one argument too many: {self.name} takes none")
             if not is_named:
-                raise ValueError(f"{argument} is not NAME=VALUE, as {next(iter(parameters), 'name')}=...")
+                raise ValueError(f"{argument} is not NAME=VALUE, as {next(iter(parameters))}=...")
             if name not in parameters:
                 near = difflib.get_close_matches(name, parameters, n=3, cutoff=0.6)
                 known = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(parameters)}"

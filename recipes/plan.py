@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import product
 
 import fiddle as fdl
@@ -220,12 +221,17 @@ def plan(recipe: str, gpus: int = 8, memory: float = 80.0, proposals: int = 3) -
         then the arguments that set each of them.
 
     Raises:
-        ValueError: for an unknown recipe, and where no layout fits; it names the fewest GPUs that would do.
+        ValueError: for an unknown recipe, which names the nearest, and where no layout fits; it names the fewest GPUs
+            that would do.
     """
     if recipe not in RECIPES:
-        raise ValueError(f"recipe={recipe!r} is unknown; `nemo-dllm recipes` lists the names")
+        near = " or ".join(get_close_matches(recipe, RECIPES))
+        hint = f"did you mean {near}? " if near else ""
+        raise ValueError(f"recipe={recipe!r} is unknown; {hint}`nemo-dllm recipes` lists the names")
     if gpus < 1:
         raise ValueError(f"gpus={gpus} must be at least 1")
+    if not memory > RESERVE_GB:
+        raise ValueError(f"memory={memory:g} GB must be above the {RESERVE_GB:g} GB that are left free")
     planner = Planner(RECIPES[recipe]())
     fitting = planner.fitting(gpus, memory)
     own = planner.own(gpus)
