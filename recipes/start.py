@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 from nemo.lightning import AutoResume, RestoreConfig, io
 from nemo.utils import AppState
 
+from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.training.checkpoints import seen_by
 from nemo_dllm.collections.diffusion.training.rank_zero import told_by_rank_zero
@@ -63,9 +64,11 @@ class StartFrom(ResumeLatest):
             self._start_from_hf(trainer, model)
         if model.tokenizer is not None and getattr(self.data.__io__, "tokenizer", None) is None:
             self.data.tokenizer = model.tokenizer
-        if getattr(self.data, "mask_token_id", None) is not None:
-            # Random tokens are all but this one.
-            self.data.mask_token_id = model.objective.mask_token_id
+        if isinstance(self.data, MockDataModule):
+            # Random tokens are all but the mask token, which may lie beyond them.
+            mask_token_id = model.objective.mask_token_id
+            is_among_them = mask_token_id is not None and mask_token_id < self.data.vocab_size
+            self.data.mask_token_id = mask_token_id if is_among_them else None
         super().setup(trainer, model)
 
     def _start_from_trained(self, source: Path, model: DiffusionModel) -> None:
