@@ -3,6 +3,7 @@
 from functools import partial
 
 import numpy as np
+import pytest
 
 from nemo_dllm.collections.diffusion.data.order import EpochOrder, length_grouped_permutation
 from nemo_dllm.collections.diffusion.data.packed import epoch_permutation
@@ -20,6 +21,18 @@ def test_length_groups():
     assert np.mean(np.abs(np.diff(means))) > 100  # neighbours are not sorted
     for other in ({"seed": 2, "epoch": 0}, {"seed": 1, "epoch": 1}):
         assert order.tolist() != length_grouped_permutation(LENGTHS, group_size=8, **other).tolist()
+
+
+@pytest.mark.parametrize("group_size", [8, 300, 2000])
+def test_length_groups_are_batches_in_every_epoch(group_size):
+    """1,003 is no multiple of the size: a group goes on in the next epoch, and the ones behind it keep the grid."""
+    epochs = [length_grouped_permutation(LENGTHS, 1, epoch, group_size) for epoch in range(5)]
+    assert all(sorted(order.tolist()) == list(range(1003)) for order in epochs)
+    consumed = LENGTHS[np.concatenate(epochs)]
+    spread = [np.ptp(consumed[start : start + group_size]) for start in range(0, 5015 - group_size, group_size)]
+    across = [start // group_size for start in range(1003, 5015, 1003)]
+    within = np.delete(spread, [batch for batch in across if batch < len(spread)])
+    assert not len(within) or np.mean(within) < {8: 30, 300: 450}[group_size]  # by chance 780 and 990
 
 
 def test_positions_in_any_sequence():

@@ -171,7 +171,22 @@ def test_padding_to_the_longest_of_the_global_batch(corpus):
     # Batches that begin at item 1.
     widths = [len(row["tokens"]) for row in PaddedRows(samples, 6, None, 2, first_index=1, pad_to_multiple_of=1)]
     assert widths == [4, 6, 6, 8, 8, 5]
+    rows = PaddedRows(samples, 6, None, 2, first_index=1, pad_to_multiple_of=1)
+    assert [len(rows[index]["tokens"]) for index in (5, 0, 2, 1, 4, 3, 0)] == [5, 4, 6, 6, 8, 8, 4]
     assert len(PaddedRows(samples, 6, None, 2)[0]["tokens"]) == 8
+
+
+def test_the_width_of_a_batch_is_looked_for_once(corpus):
+    asked = []
+
+    class Order:
+        def at(self, index):
+            asked.append(index)
+            return np.arange(1000) % 3, index
+
+    rows = PaddedRows(fitted(corpus), 1000, Order(), 500, pad_to_multiple_of=2)
+    assert {len(rows[index]["tokens"]) for index in range(1000)} == {6}
+    assert len(asked) == 2000  # once for the sample, once for the width
 
 
 def test_fillers_count_nothing(corpus):

@@ -36,7 +36,8 @@ class EpochOrder:
 def length_grouped_permutation(lengths: np.ndarray, seed: int, epoch: int, group_size: int) -> np.ndarray:
     """A random order in which each `group_size` rows in a row have similar lengths, [num_rows] int64.
 
-    Rows are shuffled, sorted by length within windows of 64 groups, and the groups of a window shuffled.
+    Rows are shuffled, sorted by length within windows of 64 groups, and the groups of a window shuffled. Groups begin
+    at multiples of the size, counted across epochs: what is left of a group that the last epoch began comes first.
 
     Args:
         lengths: [num_rows] tokens.
@@ -46,7 +47,8 @@ def length_grouped_permutation(lengths: np.ndarray, seed: int, epoch: int, group
     order = epoch_permutation(len(lengths), seed, epoch)
     generator = np.random.default_rng((seed, epoch, group_size))
     window = group_size * _GROUPS_PER_WINDOW
-    grouped = []
+    left = -epoch * len(order) % group_size
+    grouped, order = [order[:left]], order[left:]
     for start in range(0, len(order), window):
         rows = order[start : start + window]
         rows = rows[np.argsort(lengths[rows], kind="stable")]

@@ -137,6 +137,8 @@ class PaddedRows(Dataset):
         self.first_index = first_index
         self.pad_to_multiple_of = pad_to_multiple_of
         self.supervise_padding = supervise_padding
+        # Of the global batch read last, by its first item: each of its items asks for it.
+        self._width_of_batch = (-1, 0)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -166,9 +168,13 @@ class PaddedRows(Dataset):
         if self.pad_to_multiple_of is None:
             return self.samples.seq_length
         begin = index - (index - self.first_index) % self.global_batch_size
-        batch = range(max(begin, 0), min(begin + self.global_batch_size, self.num_samples))
-        longest = max(int(self.samples.lengths[self._sample_number(item)]) for item in batch)
-        return min(-(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of, self.samples.seq_length)
+        stop = min(begin + self.global_batch_size, self.num_samples)
+        begin = max(begin, 0)
+        if self._width_of_batch[0] != begin:
+            longest = max(int(self.samples.lengths[self._sample_number(item)]) for item in range(begin, stop))
+            width = min(-(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of, self.samples.seq_length)
+            self._width_of_batch = (begin, width)
+        return self._width_of_batch[1]
 
 
 class PackedRows(Dataset):
