@@ -9,6 +9,7 @@ import resource
 import numpy as np
 import pyarrow as pa
 import pytest
+from datasets import Dataset
 from pyarrow import parquet
 from transformers import AutoTokenizer
 
@@ -112,6 +113,24 @@ def test_parquet_files(tmp_path):
     assert rows_in(file) == []
 
 
+def test_values_that_python_does_not_have(tmp_path):
+    """A date of the year 150,000 costs its own row only."""
+    dates = pa.array([0, 2**62], pa.timestamp("us"))
+    parquet.write_table(pa.table({"text": ["a", "b"], "date": dates}), tmp_path / "a.parquet")
+    assert [row.text for row in rows_in(tmp_path / "a.parquet")] == ["a", "b"]
+    problems = [record.problem for record in records_of(*find_sources([tmp_path / "a.parquet"]))]
+    assert problems == [None, "a value cannot be read, date value out of range"]
+
+
+@pytest.mark.parametrize("write", [parquet.write_table, lambda table, file: Dataset(table).save_to_disk(file)])
+def test_columns_make_no_fields_of_nulls(tmp_path, write):
+    """Each object of a column has the fields of all; a template would show those that a row does not have."""
+    calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "find", "arguments": {"text": "b"}}]
+    rows = [{"messages": [{"role": "assistant", "tool_calls": [call]}], "id": None} for call in calls]
+    write(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert [record.fields for record in records_of(*find_sources([tmp_path / "a.parquet"]))] == rows
+
+
 def test_links_pipes_and_inputs_named_twice(tmp_path):
     (tmp_path / "data").mkdir()
     file = tmp_path / "data" / "a.jsonl"
@@ -146,7 +165,7 @@ MESSAGES = [
     ({"messages": [{"role": "assistant", "content": {"a": 1}}]}, "turn 0 has content of type dict, not text"),
     ({"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "user", "content": "b"}]}, "there is no"),
     ({"x" * 10_000: 1}, "there are no fields messages"),
-    ({"messages": [{"role": "assistant", "content": "b"}], "tools": 3}, "the chat template fails: "),
+    ({"messages": [{"role": "assistant", "content": "b"}], "tools": 3}, "field tools is not a list of JSON schemas"),
     ({"messages": [{"role": "assistant", "content": "b", "index": "x"}]}, "the chat template fails: "),
 ]
 TEMPLATE = (

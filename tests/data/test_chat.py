@@ -21,6 +21,7 @@ SYSTEM = {"role": "system", "content": "s"}
         {"prompt": CHAT[:1], "completion": CHAT[1:]},
         {"instruction": "q", "output": "a"},
         {"instruction": "q", "input": "", "output": "a"},
+        {"messages": [CHAT[0], {**CHAT[1], "tool_calls": []}], "tools": ""},
         # What follows the last answer is left out.
         {"messages": [*CHAT, {"role": "user", "content": "more"}]},
     ],
@@ -42,6 +43,7 @@ def test_system_tools_and_further_fields():
     tools = [{"name": "add"}]
     thoughts = [CHAT[0], {**CHAT[1], "reasoning_content": "hm"}]
     assert read_conversation({"messages": thoughts, "tools": tools}) == (thoughts, tools)
+    assert read_conversation({"messages": thoughts, "tools": '[{"name": "add"}]'}) == (thoughts, tools)
     assert read_conversation({"messages": thoughts}).assistant_turns() == [1]
 
 
@@ -64,6 +66,13 @@ def test_system_tools_and_further_fields():
         ({"prompt": 3, "completion": "a"}, "field prompt is int, not a list of messages"),
         ({"instruction": 3, "output": "a"}, "field instruction is int, not text"),
         ({"prompt": "q", "text": "x"}, "there are no fields messages, .* only prompt, text; name them with `columns`"),
+        ({"prompt": "q", "completion": None}, r"only prompt, completion \(null\); name"),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "reasoning_content": ["hm"]}]},
+            "turn 1 has reasoning_content of type list",
+        ),
+        ({"messages": CHAT, "tools": "{"}, "field tools is text that is not JSON, Expecting"),
+        ({"messages": CHAT, "tools": ["add"]}, "field tools is not a list of JSON schemas"),
         ({}, "only none"),
     ],
 )

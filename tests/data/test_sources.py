@@ -1,8 +1,13 @@
 """Which files an input stands for."""
 
+import gzip
+from pathlib import Path
+
 import pytest
 
+from nemo_dllm.collections.diffusion.data.documents import records_of
 from nemo_dllm.collections.diffusion.data.sources import find_sources
+from nemo_dllm.collections.diffusion.data.text import read_text
 
 
 @pytest.fixture
@@ -42,3 +47,34 @@ def test_inputs_keep_their_order_and_a_format_wins(folder):
     assert [source.format for source in find_sources(files[:2])] == ["jsonl", "text"]
     assert [source.format for source in find_sources(files, format="lines")] == ["lines"] * 3
     assert [source.name for source in find_sources(files[::-1], format="lines")] == [str(file) for file in files[::-1]]
+
+
+def test_names_in_capitals_and_patterns(tmp_path):
+    for name in ("b.JSONL", "a.Jsonl.GZ", "c.txt", ".d.jsonl"):
+        (tmp_path / name).write_text("1")
+    assert names(tmp_path) == [("a.Jsonl.GZ", "jsonl"), ("b.JSONL", "jsonl")]
+    assert [Path(source.name).name for source in find_sources([tmp_path / "*.?son*"])] == ["a.Jsonl.GZ"]
+    assert [Path(source.name).name for source in find_sources([tmp_path / "[bc].*"])] == ["b.JSONL", "c.txt"]
+    with pytest.raises(FileNotFoundError, match=r"/\*.parquet' matches no file"):
+        find_sources([tmp_path / "*.parquet"])
+    (tmp_path / "a[1].jsonl").write_text("1")
+    assert len(find_sources([tmp_path / "a[1].jsonl"])) == 1
+
+
+def test_compressed_in_capitals(tmp_path):
+    (tmp_path / "a.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "a"}'))
+    assert [record.fields for record in records_of(*find_sources([tmp_path / "a.JSONL.GZ"]))] == [{"text": "a"}]
+
+
+def test_folders_behind_links_are_read_once(tmp_path):
+    inside, outside = tmp_path / "data" / "inside", tmp_path / "outside"
+    for folder in (inside, outside):
+        folder.mkdir(parents=True)
+        (folder / "a.jsonl").write_text("1")
+    (tmp_path / "data" / "link").symlink_to(outside)
+    (tmp_path / "data" / "zero").symlink_to(inside)
+    (outside / "loop").symlink_to(tmp_path / "data")
+    assert names(tmp_path / "data") == [("inside/a.jsonl", "jsonl"), ("link/a.jsonl", "jsonl")]
+    (outside / "a.jsonl").write_text("other")
+    documents = read_text(tmp_path / "data").documents
+    assert [document.name for document in documents] == ["inside/a.jsonl", "link/a.jsonl"]

@@ -1,5 +1,6 @@
 """Rows of chat data sets, in the shapes that are in use, as conversations in one shape."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +43,8 @@ def read_conversation(row: Mapping[str, Any], columns: Mapping[str, str] | None 
     """Read one row, which has one of: `messages` or `conversations` (lists of role/content or from/value),
     `prompt` and `completion` (texts or lists of messages), or `instruction`, `input` (optional) and `output`.
 
-    Fields that are null count as missing. What follows the last assistant's turn is left out: no answer depends on it.
+    Fields that are null count as missing; `tools` may be JSON text. What follows the last assistant's turn is left out:
+    no answer depends on it.
 
     Args:
         row: field names and values.
@@ -62,7 +64,7 @@ def read_conversation(row: Mapping[str, Any], columns: Mapping[str, str] | None 
     for turn in answered:
         if not messages[turn]["content"].strip() and not messages[turn].get("tool_calls"):
             raise ValueError(f"turn {turn} of the assistant is empty")
-    return Conversation(messages[: answered[-1] + 1], fields.get("tools") or None)
+    return Conversation(messages[: answered[-1] + 1], _tools(fields.get("tools")) or None)
 
 
 def check_columns(columns: Mapping[str, str]) -> Mapping[str, str]:
@@ -81,10 +83,22 @@ def _turns(fields: Mapping[str, Any], row: Mapping[str, Any]) -> Sequence[Any]:
     if "instruction" in fields and "output" in fields:
         question = "\n\n".join(text for name in ("instruction", "input") if (text := _text(fields, name)))
         return [{"role": "user", "content": question}, *_side(fields, "output", "assistant")]
+    found = [f"{name} (null)" if value is None else str(name) for name, value in list(row.items())[:8]]
     raise ValueError(
         "there are no fields messages, conversations, prompt and completion, or instruction and output, only "
-        f"{', '.join(map(str, list(row)[:8])) or 'none'}; name them with `columns`"
+        f"{', '.join(found) or 'none'}; name them with `columns`"
     )
+
+
+def _tools(tools: Any) -> list[dict[str, Any]] | None:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError as error:
+            raise ValueError(f"field tools is text that is not JSON, {error}") from error
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise ValueError("field tools is not a list of JSON schemas")
+    return tools
 
 
 def _side(fields: Mapping[str, Any], name: str, role: str) -> Sequence[Any]:
@@ -118,6 +132,12 @@ def _message(message: Any, turn: int) -> dict[str, Any]:
         content = "".join(_text_of_piece(piece, turn) for piece in content)
     if not isinstance(content, str):
         raise ValueError(f"turn {turn} has content of type {type(content).__name__}, not text")
+    if not isinstance(given.get("reasoning_content", ""), str):
+        raise ValueError(
+            f"turn {turn} has reasoning_content of type {type(given['reasoning_content']).__name__}, not text"
+        )
+    # Templates ask whether there are calls by the name of the field alone.
+    given = {name: value for name, value in given.items() if name != "tool_calls" or value}
     return {"role": ROLES[role], "content": content, **given}
 
 

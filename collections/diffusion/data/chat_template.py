@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 LOSS_TURNS = ("all", "last")
 
-# Of Unicode's private use area.
-_PROBE = "\ue000"
+# Unicode's private use area: some texts have some of it, none has all.
+_PRIVATE = range(0xE000, 0xF900)
 _QUESTION = Conversation([{"role": "user", "content": "?"}])
 _SPACE = re.compile(r"\s+")
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -133,9 +133,10 @@ class ChatTemplate:
     def _turn_span(self, conversation: Conversation, turn: int, text: str) -> tuple[int, int]:
         """Characters of `text` that are the words of one turn."""
         message = conversation.messages[turn]
-        probe = {"role": message["role"], "content": _PROBE}
-        messages = [*conversation.messages[:turn], probe, *conversation.messages[turn + 1 :]]
-        before, *after = self._render(conversation._replace(messages=messages)).split(_PROBE)
+        probe = next(chr(code) for code in _PRIVATE if chr(code) not in text)
+        replaced = {"role": message["role"], "content": probe}
+        messages = [*conversation.messages[:turn], replaced, *conversation.messages[turn + 1 :]]
+        before, *after = self._render(conversation._replace(messages=messages)).split(probe)
         if len(after) != 1:
             raise ValueError(f"the chat template shows turn {turn} {len(after)} times")
         inserted = self._inserted_after_header(before)

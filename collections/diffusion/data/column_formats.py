@@ -55,9 +55,7 @@ def parquet_rows(part: Part, text_field: str) -> Iterator[Row]:
         column = file.read_row_groups(list(range(*part.span)), columns=[text_field]).column(0)
     values = enumerate(_values(column), start=part.first_row)
     return (
-        Row(number, None, _not_utf8(value))
-        if isinstance(value, UnicodeDecodeError)
-        else text_row(number, value, text_field)
+        Row(number, None, _unreadable(value)) if isinstance(value, Exception) else text_row(number, value, text_field)
         for number, value in values
     )
 
@@ -74,25 +72,37 @@ def parquet_records(part: Part) -> Iterator[Record]:
     with parquet.ParquetFile(part.source) as file:
         table = file.read_row_groups(list(range(*part.span)))
     rows = enumerate(_values(table.to_struct_array()), start=part.first_row)
-    return (
-        Record(number, None, _not_utf8(fields)) if isinstance(fields, UnicodeDecodeError) else Record(number, fields)
-        for number, fields in rows
-    )
+    return itertools.starmap(_record, rows)
 
 
 def dataset_records(part: Part) -> Iterator[Record]:
     rows = load_dataset(part.source, part.split).select(range(*part.span))
-    return itertools.starmap(Record, enumerate(rows, start=part.first_row))
+    return itertools.starmap(_record, enumerate(rows, start=part.first_row))
 
 
 def _values(column: "pa.ChunkedArray") -> Iterator[object]:
-    """Python's values; an error in the place of what is declared as text and is none, which no writer checks."""
+    """Python's values; an error in the place of what is declared as text or a date and is none: no writer checks it."""
     for scalar in column:
         try:
             yield scalar.as_py()
-        except UnicodeDecodeError as error:
+        except (ValueError, OverflowError) as error:
             yield error
 
 
-def _not_utf8(error: UnicodeDecodeError) -> str:
+def _record(number: int, fields: dict | Exception) -> Record:
+    if isinstance(fields, Exception):
+        return Record(number, None, _unreadable(fields))
+    return Record(number, {name: _without_nulls(value) for name, value in fields.items()})
+
+
+def _without_nulls(value: object) -> object:
+    """Without the fields that are null within lists and objects: a column gives each of them the fields of all."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _unreadable(error: Exception) -> str:
+    if not isinstance(error, UnicodeDecodeError):
+        return f"a value cannot be read, {error}"
     return f"not UTF-8, byte 0x{error.object[error.start]:02x} at place {error.start + 1} of a field"

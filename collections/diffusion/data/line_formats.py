@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_dllm.collections.diffusion.data.parts import Part, Record, Row, text_row
-from nemo_dllm.collections.diffusion.data.sources import COMPRESSIONS, Source
+from nemo_dllm.collections.diffusion.data.sources import Source, compression_of
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -58,7 +58,7 @@ def _array_elements(source: Source, part_bytes: int) -> list | None:
     try:
         content = json.loads(b"".join(block for block, _ in _blocks(source.name, part_bytes)))
     except json.JSONDecodeError as error:
-        if error.lineno == 1 or ".json" not in Path(source.name).suffixes:
+        if error.lineno == 1 or ".json" not in Path(source.name.lower()).suffixes:
             return None
         raise ValueError(
             f"{source.name}:{error.lineno}: the array that the file is breaks, {error.msg} at column {error.colno}; "
@@ -80,7 +80,7 @@ def _blocks(name: str, part_bytes: int) -> Iterator[tuple[bytes, int]]:
     import pyarrow as pa
 
     with pa.OSFile(name) as file:
-        compression = COMPRESSIONS.get(Path(name).suffix)
+        compression = compression_of(Path(name))
         # An empty file is not a valid compressed one.
         stream = pa.CompressedInputStream(file, compression) if compression and file.size() else file
         while block := stream.read(part_bytes):

@@ -1,6 +1,7 @@
 """Which inputs a corpus has: files by their names, folders of them, and Hugging Face datasets."""
 
 import functools
+import glob
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,8 +39,8 @@ def find_sources(inputs: Sequence[str | Path], format: str | None = None, split:
     """List the inputs, folders expanded in sorted order.
 
     Args:
-        inputs: files, folders (recursive; hidden files are left out, and text beside files with fields), or names of
-            Hugging Face datasets.
+        inputs: files, folders (recursive, links followed; hidden files are left out, and text beside files with
+            fields), patterns of either such as ``data/*.jsonl``, or names of Hugging Face datasets.
         format: name in `FORMATS`; None goes by the file names, and by the files that a saved dataset has.
         split: of datasets that have several.
 
@@ -80,6 +81,12 @@ def _sources(path: Path, format: str | None, split: str | None) -> Iterator[Sour
         yield from found
     elif format == "dataset":
         yield _dataset_source(str(path), split)
+    elif glob.has_magic(str(path)):
+        matching = sorted(glob.glob(str(path), recursive=True))
+        if not matching:
+            raise FileNotFoundError(f"'{path}' matches no file")
+        for match in matching:
+            yield from _sources(Path(match), format, split)
     elif path.exists():
         raise ValueError(f"'{path}' is a pipe or a device, which cannot be read twice; write it to a file first")
     else:
@@ -92,13 +99,29 @@ def _files_in(folder: Path, format: str | None) -> list[Source]:
     """Files of the format; without one, of those with fields, or of text where there are none (a README is no data)."""
     found = [
         _file_source(file, None)
-        for file in sorted(folder.rglob("*"))
-        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        for file in visible_files(folder)
         if format_of(file) and file.name not in _DESCRIPTIONS and _is_file(file)
     ]
     formats = {source.format for source in found}
     wanted = {format} if format else formats - {"text"} or formats
     return [source for source in found if source.format in wanted]
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """All in a folder and its folders that is no folder itself, sorted, without what is hidden (a leading dot).
+
+    Links are followed; a folder that two ways lead to, or that holds itself, is read once.
+    """
+    files: list[Path] = []
+    read: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in read:
+            folders.clear()
+            continue
+        read.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        files += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted(files)
 
 
 def _is_file(file: Path) -> bool:
@@ -116,8 +139,13 @@ def _file_source(file: Path, format: str | None) -> Source:
 
 def format_of(file: Path) -> str | None:
     """The format that a file's name tells, or None."""
-    suffix = Path(file.stem).suffix if file.suffix in COMPRESSIONS else file.suffix
-    return next((name for name, suffixes in FORMATS.items() if suffix in suffixes), None)
+    suffix = Path(file.stem).suffix if compression_of(file) else file.suffix
+    return next((name for name, suffixes in FORMATS.items() if suffix.lower() in suffixes), None)
+
+
+def compression_of(file: Path) -> str | None:
+    """The compression that a file's name tells, as pyarrow calls it, or None."""
+    return COMPRESSIONS.get(file.suffix.lower())
 
 
 def _known_suffixes() -> str:

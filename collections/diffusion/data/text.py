@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_dllm.collections.diffusion.data.bad_rows import BadRow, bad_row, describe_bad_rows
+from nemo_dllm.collections.diffusion.data.sources import visible_files
 
 # Folders of the standard library that hold tests, an editor, other packages or compiled files instead of library code.
 _NOT_LIBRARY_CODE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
@@ -120,13 +121,8 @@ def _list_files(path: Path, suffixes: Sequence[str] | None) -> list[tuple[str, P
         return [(path.name, path)]
     if not path.is_dir():
         raise FileNotFoundError(f"path='{path}' does not exist; name a text file or a folder of text files")
-    named_files = [(file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file()]
-    return sorted(
-        (name, file)
-        for name, file in named_files
-        if not any(part.startswith(".") for part in name.split("/"))
-        and (suffixes is None or name.endswith(tuple(suffixes)))
-    )
+    named_files = [(file.relative_to(path).as_posix(), file) for file in visible_files(path) if file.is_file()]
+    return sorted((name, file) for name, file in named_files if suffixes is None or name.endswith(tuple(suffixes)))
 
 
 def _read_files(named_files: Iterable[tuple[str, Path]]) -> Corpus:
