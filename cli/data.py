@@ -87,6 +87,7 @@ def show(
     loss_turns: Annotated[str, typer.Option(help="Turns that are trained: all, or the last.")] = "all",
     block_size: Annotated[int | None, typer.Option(help="Of block diffusion; fills samples up to it.")] = None,
     packing: Annotated[bool, typer.Option("--packing", help="Several samples per row.")] = False,
+    max_bad_rows: Annotated[int, typer.Option(help="Rows that cannot be used before it gives up.")] = 100,
     num_samples: Annotated[int, typer.Option(help="Rows to print.")] = 3,
     num_rows: Annotated[int, typer.Option(help="Rows to count at most.")] = 1000,
     time: Annotated[float | None, typer.Option(help="Hide tokens as at this diffusion time, 0 to 1.")] = None,
@@ -94,9 +95,10 @@ def show(
     html: Annotated[Path | None, typer.Option(help="Page to write the same to.")] = None,
 ) -> None:
     """Print rows as training reads them, coloured by prompt, answer and padding, and statistics of many."""
-    if Path(f"{path}.idx").exists():
+    from nemo_dllm.collections.diffusion.data.show import is_corpus, show_files
+
+    if is_corpus(path):
         _import_megatron_quietly()
-    from nemo_dllm.collections.diffusion.data.show import show_files
 
     show_files(
         path,
@@ -108,6 +110,7 @@ def show(
         loss_turns=loss_turns,
         block_size=block_size,
         packing=packing,
+        max_bad_rows=max_bad_rows,
         num_samples=num_samples,
         num_rows=num_rows,
         time=time,

@@ -146,3 +146,18 @@ def test_check_of_a_corpus(tmp_path):
     )
     with pytest.raises(ValueError, match="token 1 of document 0 is 258, outside the vocabulary of 258"):
         check_corpus(build(tmp_path / "b", documents=[[[257, 258]]]), tokenizer)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_floats_are_no_ids(tmp_path, dtype):
+    with pytest.raises(ValueError, match="known are version 1 and the integer types 1, 2, 3, 4, 5, 8"):
+        TokenFile(build(tmp_path / "corpus", dtype))
+
+
+def test_a_multimodal_corpus_is_refused(tmp_path):
+    builder = IndexedDatasetBuilder(f"{tmp_path / 'corpus'}.bin", dtype=np.int32, multimodal=True)
+    builder.add_item(torch.tensor([1, 2]), mode=1)
+    builder.end_document()
+    builder.finalize(f"{tmp_path / 'corpus'}.idx")
+    with pytest.raises(ValueError, match=r"corpus.idx is of a multimodal corpus"):
+        TokenFile(tmp_path / "corpus")

@@ -15,6 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from nemo_dllm.collections.diffusion.data import preprocess as preprocess_module
+from nemo_dllm.collections.diffusion.data.indexed import check_corpus
 from nemo_dllm.collections.diffusion.data.preprocess import preprocess
 from nemo_dllm.collections.diffusion.data.tokenizer import byte_tokenizer
 
@@ -114,6 +115,18 @@ def test_text_field_begin_token_and_large_vocabulary(tmp_path, tokenizer):
     found = documents(tmp_path / "x")
     assert found[0].dtype == np.int32
     assert [document.tolist() for document in found] == [[loaded.bos_token_id, 97, 98], [loaded.bos_token_id, 99]]
+
+
+def test_ids_with_holes_and_an_output_named_by_its_file(tmp_path):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 70_000, "</s>": 3}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "b"}])
+    preprocess(file, tmp_path / "x.bin", tokenizer, workers=1)
+    assert [document.tolist() for document in documents(tmp_path / "x")] == [[70_000, 3]]
+    assert check_corpus(tmp_path / "x", tokenizer).endswith("all ids below 70001")
 
 
 BAD_ROWS = [

@@ -163,6 +163,17 @@ def test_errors(corpus):
         [small.streams[0].read(18, 4)]
 
 
+@pytest.mark.parametrize("bos", [None, BOS])
+def test_empty_documents(tmp_path, bos):
+    """As Megatron-LM may write them; a part of the split that holds only such is an error."""
+    corpus = write(tmp_path / "corpus", [2, 0, 3, 0])
+    piece = DocumentStream(corpus, 0, 4, VOCAB, bos).read(0, 9 if bos else 5)
+    assert piece.tokens.tolist() == ([BOS, 0, 1, BOS, BOS, 20, 21, 22, BOS] if bos else [0, 1, 20, 21, 22])
+    for first, last in ((3, 4), (1, 2)):
+        with pytest.raises(ValueError, match=f"documents {first} to {first} of .*corpus are empty; change `split`"):
+            DocumentStream(corpus, first, last, VOCAB, bos)
+
+
 def test_a_huge_corpus_costs_its_index_only(tmp_path):
     """64 GB of tokens that take no space on disk: reading them to open the corpus would take minutes."""
     import resource

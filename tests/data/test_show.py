@@ -1,6 +1,7 @@
 """What is printed of rows that are known by hand."""
 
 import io
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -157,3 +158,29 @@ def test_files_of_an_encoded_corpus(tokenizer, tmp_path):
     statistics = show_files(tmp_path / "x", tokenizer, seq_length=7, stream=stream)
     assert (statistics.rows, statistics.padding, statistics.supervised) == (2, 0.0, 1.0)
     assert "in all: 3 documents, 14 tokens" in stream.getvalue()
+    for suffix in (".bin", ".idx"):
+        again = show_files(tmp_path / f"x{suffix}", tokenizer, seq_length=7, stream=io.StringIO())
+        assert again.document_lengths.tolist() == statistics.document_lengths.tolist()
+
+
+def test_what_a_terminal_would_act_on_is_shown(tokenizer, tmp_path):
+    """Escape sequences, backspaces, marks of direction; and in the page, tags."""
+    words = "\x1b[2J<script>\x07\x08\r\x7f\u202e[red]\t"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "completion": words}))
+    stream = io.StringIO()
+    show_files(
+        tmp_path / "a.jsonl", tokenizer, seq_length=64, chat_template="", html=tmp_path / "a.html", stream=stream
+    )
+    assert r"␛[2J<script>␇␈␍\u007f\u202e[red]" in stream.getvalue()
+    assert not {"\x1b", "\x07", "\x08", "\r", "\x7f", "\u202e"} & set(stream.getvalue())
+    page = (tmp_path / "a.html").read_text()
+    assert "␛" in page and "\x1b" not in page and "&lt;script&gt;" in page and "<script>" not in page
+
+
+def test_more_bad_rows_than_usual(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text("{\n" * 101 + '{"prompt": "a", "completion": "b"}')
+    with pytest.raises(ValueError, match="101 rows cannot be used, more than max_bad_rows=100"):
+        show_files(tmp_path / "a.jsonl", tokenizer, chat_template="")
+    stream = io.StringIO()
+    show_files(tmp_path / "a.jsonl", tokenizer, seq_length=8, chat_template="", max_bad_rows=101, stream=stream)
+    assert "101 rows cannot be used:" in stream.getvalue()

@@ -1,12 +1,15 @@
 import pytest
+from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from nemo_dllm.collections.diffusion.data.packed import encode_documents
 from nemo_dllm.collections.diffusion.data.tokenizer import (
     EOS_TOKEN,
     MASK_TOKEN,
     byte_tokenizer,
     cached_byte_bpe,
     train_byte_bpe,
+    vocabulary_size,
 )
 
 TEXTS = ["the cat sat on the mat , then the cat left", "the dog <|mask|> and the fog <|endoftext|> don't"] * 4
@@ -98,3 +101,11 @@ def test_errors(folders, tmp_path):
     assert len(AutoTokenizer.from_pretrained(train_byte_bpe(TEXTS, 258, tmp_path / "bytes_only"))) == 258
     with pytest.raises(FileExistsError, match=r"folder='.*bpe' exists"):
         train_byte_bpe(TEXTS, 300, folders["bpe"])
+
+
+def test_size_of_a_vocabulary_with_holes():
+    """Ids need not be neighbours; the highest decides which integers hold them."""
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 70_000, "</s>": 3}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    assert (len(tokenizer), vocabulary_size(tokenizer)) == (3, 70_001)
+    assert encode_documents(["b"], tokenizer).tokens.tolist() == [70_000, 3]

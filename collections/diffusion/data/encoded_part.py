@@ -16,6 +16,7 @@ from nemo_dllm.collections.diffusion.data.bad_rows import BadRow, bad_row
 from nemo_dllm.collections.diffusion.data.cache import write_folder
 from nemo_dllm.collections.diffusion.data.documents import rows_of
 from nemo_dllm.collections.diffusion.data.parts import Part, Row
+from nemo_dllm.collections.diffusion.data.tokenizer import vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +65,7 @@ class EncodeOptions:
             text_field,
             tokenizer.eos_token_id if append_eos else None,
             tokenizer.bos_token_id if prepend_bos else None,
-            DType.optimal_dtype(len(tokenizer)),
+            DType.optimal_dtype(vocabulary_size(tokenizer)),
         )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nemo_dllm.collections.diffusion.data.tokenizer import load_tokenizer
+from nemo_dllm.collections.diffusion.data.tokenizer import load_tokenizer, vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _TOKENS_PER_READ = 2**24
+# Codes of Megatron's numpy types; 6 and 7 are floats, which are no ids.
+_INTEGER_TYPES = (1, 2, 3, 4, 5, 8)
 
 
 class TokenFile:
@@ -32,7 +34,7 @@ class TokenFile:
     def __init__(self, prefix: str | Path) -> None:
         from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 
-        self.prefix = str(prefix).removesuffix(".bin").removesuffix(".idx")
+        self.prefix = without_suffix(prefix)
         for file in (f"{self.prefix}.bin", f"{self.prefix}.idx"):
             if not os.path.exists(file):
                 raise FileNotFoundError(f"'{file}' does not exist; name the path of a .bin and .idx pair, no suffix")
@@ -112,13 +114,18 @@ class TokenFile:
             )
 
 
+def without_suffix(path: str | Path) -> str:
+    """The prefix of a corpus, whichever of its files is named."""
+    return str(path).removesuffix(".bin").removesuffix(".idx")
+
+
 def check_corpus(prefix: str | Path, tokenizer: "str | Path | PreTrainedTokenizerBase") -> str:
     """Read a corpus once from end to end; returns a line about what it holds.
 
     Raises:
         FileNotFoundError, ValueError: files are missing or damaged, or hold ids that the tokenizer does not have.
     """
-    corpus, vocab_size = TokenFile(prefix), len(load_tokenizer(tokenizer))
+    corpus, vocab_size = TokenFile(prefix), vocabulary_size(load_tokenizer(tokenizer))
     corpus.check_index()
     corpus.check_tokens(vocab_size)
     mean = corpus.num_tokens / corpus.num_documents
@@ -137,13 +144,19 @@ def _check_index_file(prefix: str) -> None:
     if len(head) < _HEADER.size or not head.startswith(_MAGIC):
         raise ValueError(f"{file} is not an index of Megatron-LM; write it anew with `preprocess`")
     _, version, dtype_code, num_sequences, num_documents = _HEADER.unpack(head)
-    if version != 1 or not 1 <= dtype_code <= 8:
-        raise ValueError(f"{file} has version {version} and token type {dtype_code}, known are version 1, types 1 to 8")
+    if version != 1 or dtype_code not in _INTEGER_TYPES:
+        raise ValueError(
+            f"{file} has version {version} and token type {dtype_code}, known are version 1 and the integer types "
+            f"{', '.join(map(str, _INTEGER_TYPES))}"
+        )
     if num_sequences == 0:
         raise ValueError(f"{file} lists no documents; the corpus is empty")
     expected = _HEADER.size + 12 * num_sequences + 8 * num_documents
-    # Modes of a multimodal corpus, one byte per sequence, may follow.
-    if size not in (expected, expected + num_sequences):
+    if size == expected + num_sequences:
+        raise ValueError(
+            f"{file} is of a multimodal corpus (a mode per sequence follows the documents); only text can be trained on"
+        )
+    if size != expected:
         raise ValueError(f"{file} has {size} bytes instead of {expected}: it is cut short or damaged; write it anew")
     borders = np.memmap(file, np.int64, "r", offset=_HEADER.size + 12 * num_sequences, shape=(num_documents,))
     if num_documents < 2 or borders[0] != 0 or borders[-1] != num_sequences:

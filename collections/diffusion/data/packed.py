@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from nemo_dllm.collections.diffusion.data.cache import cached_folder, content_key
 from nemo_dllm.collections.diffusion.data.samples import check_index, clean_sample, document_ids
-from nemo_dllm.collections.diffusion.data.tokenizer import tokenizer_content
+from nemo_dllm.collections.diffusion.data.tokenizer import tokenizer_content, vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ def encode_documents(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase")
         raise ValueError(
             "the tokenizer has no eos_token to put between documents; set one, e.g. tokenizer.eos_token = '</s>'"
         )
-    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    dtype = np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32
     documents = [
         np.array([*ids, tokenizer.eos_token_id], dtype=dtype)
         for batch in _batches(texts)

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from numbers import Real
 from typing import NamedTuple
 
 _ROUNDS = 6
@@ -54,7 +55,7 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        if not weights or any(not 0 < weight < math.inf for weight in weights):
+        if not weights or not all(isinstance(weight, Real) and 0 < weight < math.inf for weight in weights):
             raise ValueError(f"weights={list(weights)} must be positive numbers; leave out what has no weight")
         exact = [Fraction(weight) for weight in weights]
         # Each source's share of what the sources before it leave over.

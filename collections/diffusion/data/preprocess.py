@@ -25,6 +25,7 @@ from nemo_dllm.collections.diffusion.data.encoded_part import (
     read_part_report,
     start_worker,
 )
+from nemo_dllm.collections.diffusion.data.indexed import without_suffix
 from nemo_dllm.collections.diffusion.data.parts import Part
 from nemo_dllm.collections.diffusion.data.preprocess_report import PreprocessReport, ProgressLine
 from nemo_dllm.collections.diffusion.data.sources import Source, find_sources
@@ -63,7 +64,7 @@ def preprocess(
 
     Args:
         inputs: files, folders, or datasets; see `find_sources`. Files may end in .gz or .zst.
-        output_prefix: path without suffix.
+        output_prefix: path without suffix; that of the .bin or the .idx is taken for it.
         tokenizer: Hugging Face tokenizer folder or name, or the tokenizer.
         format: of all inputs, one of `sources.FORMATS`; None goes by their names.
         text_field: field or column with the text; special strings in it are encoded as ordinary text.
@@ -82,7 +83,7 @@ def preprocess(
         ValueError: too many bad rows, a damaged file, nothing to encode, or parts of other settings in the way.
         OSError: the disk is full. Finished parts stay.
     """
-    prefix = Path(output_prefix)
+    prefix = Path(without_suffix(output_prefix))
     if not overwrite and prefix.with_name(f"{prefix.name}.idx").exists():
         raise FileExistsError(f"'{prefix}.idx' exists; choose another output_prefix, or pass overwrite=True")
     workers = _check_numbers(workers, max_bad_rows)

@@ -57,8 +57,10 @@ class DocumentStream:
         self.bos_token_id = bos_token_id
         self._offset = corpus.document_start(first)
         self.num_tokens = self._begin(last)
-        first_token = corpus.read(self._offset, self._offset + 1)
-        if bos_token_id is not None and first_token.tolist() == [bos_token_id]:
+        has_tokens = corpus.document_start(last) > self._offset
+        if not has_tokens:
+            raise ValueError(f"documents {first} to {last - 1} of {corpus.prefix} are empty; change `split`")
+        if corpus.read(self._offset, self._offset + 1).tolist() == [bos_token_id]:
             raise ValueError(
                 f"documents of {corpus.prefix} begin with bos_token_id={bos_token_id} already; set it to None"
             )

@@ -11,9 +11,10 @@ from nemo.lightning.data import WrappedDataLoader
 
 from nemo_dllm.collections.diffusion.data.base_datamodule import DiffusionDataModule
 from nemo_dllm.collections.diffusion.data.bits_per_byte import count_row_bytes
-from nemo_dllm.collections.diffusion.data.indexed import TokenFile
+from nemo_dllm.collections.diffusion.data.indexed import TokenFile, without_suffix
 from nemo_dllm.collections.diffusion.data.permutation import Blend
 from nemo_dllm.collections.diffusion.data.pretraining import DocumentStream, PretrainingRows, count_unrepeated_rows
+from nemo_dllm.collections.diffusion.data.tokenizer import vocabulary_size
 
 SPLITS = ("training", "validation", "test")
 
@@ -162,7 +163,7 @@ class PretrainingDataModule(DiffusionDataModule):
         )
 
     def _stream(self, corpus: TokenFile, first: int, last: int) -> DocumentStream:
-        return DocumentStream(corpus, first, last, len(self.tokenizer.tokenizer), self.bos_token_id)
+        return DocumentStream(corpus, first, last, vocabulary_size(self.tokenizer.tokenizer), self.bos_token_id)
 
 
 def _borders(num_documents: int, shares: Sequence[float]) -> list[int]:
@@ -178,7 +179,7 @@ def _borders(num_documents: int, shares: Sequence[float]) -> list[int]:
 
 
 def _check_paths(name: str, paths: Sequence[str | Path]) -> None:
-    files = [os.path.realpath(str(path).removesuffix(".idx").removesuffix(".bin")) for path in paths]
+    files = [os.path.realpath(without_suffix(path)) for path in paths]
     for path, file in zip(paths, files, strict=True):
         if (times := files.count(file)) > 1:
             raise ValueError(f"{name} has '{path}' {times} times; name it once, with the sum of its weights")

@@ -1,5 +1,6 @@
 """Rows of a data set as a person wants to see them: on a terminal, and as an HTML page."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -11,13 +12,13 @@ import torch
 from nemo_dllm.collections.diffusion.data.bad_rows import describe_bad_rows
 from nemo_dllm.collections.diffusion.data.chat_encoder import ChatEncoder
 from nemo_dllm.collections.diffusion.data.chat_template import ChatTemplate
-from nemo_dllm.collections.diffusion.data.indexed import TokenFile
+from nemo_dllm.collections.diffusion.data.indexed import TokenFile, without_suffix
 from nemo_dllm.collections.diffusion.data.pretraining import DocumentStream, PretrainingRows
 from nemo_dllm.collections.diffusion.data.row_statistics import RowStatistics
 from nemo_dllm.collections.diffusion.data.sources import find_sources
 from nemo_dllm.collections.diffusion.data.supervised import FittedSamples, PackedRows, PaddedRows, training_order
 from nemo_dllm.collections.diffusion.data.supervised_tokens import encode_supervised
-from nemo_dllm.collections.diffusion.data.tokenizer import load_tokenizer
+from nemo_dllm.collections.diffusion.data.tokenizer import load_tokenizer, vocabulary_size
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -34,6 +35,8 @@ KINDS = {
 """Kinds of tokens, with their style and meaning."""
 
 _BAR_WIDTH = 40
+# What a terminal or a browser would act upon instead of showing it: controls, and marks of direction.
+_UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class Piece(NamedTuple):
@@ -96,6 +99,7 @@ def show_files(
     loss_turns: str = "all",
     block_size: int | None = None,
     packing: bool = False,
+    max_bad_rows: int = 100,
     num_samples: int = 3,
     num_rows: int = 1000,
     time: float | None = None,
@@ -110,7 +114,8 @@ def show_files(
     Args:
         path: of the corpus, the file, the folder or the dataset.
         tokenizer: Hugging Face tokenizer folder or name, or the tokenizer.
-        seq_length, columns, split, chat_template, loss_turns, block_size, packing: see `SupervisedDataModule`.
+        seq_length, columns, split, chat_template, loss_turns, block_size, packing, max_bad_rows: see
+            `SupervisedDataModule`.
         num_samples, num_rows, time, seed, html, stream: see `show_data`; the seed is that of the order too.
 
     Raises:
@@ -120,14 +125,14 @@ def show_files(
     if seq_length < 1:
         raise ValueError(f"seq_length={seq_length} must be at least 1")
     tokenizer = load_tokenizer(tokenizer)
-    if Path(f"{path}.idx").exists():
+    if is_corpus(path):
         corpus = TokenFile(path)
-        stream_of_documents = DocumentStream(corpus, 0, corpus.num_documents, len(tokenizer))
+        stream_of_documents = DocumentStream(corpus, 0, corpus.num_documents, vocabulary_size(tokenizer))
         dataset = PretrainingRows([stream_of_documents], [1.0], seq_length, num_rows, seed)
         notes = [f"in all: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens"]
     else:
         encoder = ChatEncoder(tokenizer, ChatTemplate(tokenizer, chat_template, loss_turns))
-        found = encode_supervised(find_sources([path], split=split), encoder, columns)
+        found = encode_supervised(find_sources([path], split=split), encoder, columns, max_bad_rows)
         samples = FittedSamples(found.samples, seq_length, tokenizer.eos_token_id, block_size)
         order = training_order(samples, seed)
         dataset = PackedRows(samples, num_rows, seed) if packing else PaddedRows(samples, num_rows, order, 1)
@@ -135,6 +140,11 @@ def show_files(
         if found.bad_rows:
             notes += [f"{len(found.bad_rows):,} rows cannot be used:", describe_bad_rows(found.bad_rows)]
     return _show(dataset, tokenizer, notes, num_samples, num_rows, time, seed, html, stream)
+
+
+def is_corpus(path: str | Path) -> bool:
+    """Whether a path is that of an encoded corpus, or of one of its files."""
+    return Path(f"{without_suffix(path)}.idx").exists()
 
 
 def _check_fields(num_samples: int, num_rows: int, time: float | None) -> None:
@@ -237,10 +247,17 @@ def _coloured(pieces: list[Piece]) -> "Text":
     for previous, piece in zip([None, *pieces], pieces, strict=False):
         if previous is not None and previous.document != piece.document and piece.kind != "pad":
             text.append(f"\n--- document {piece.document}\n", "bold")
-        shown = piece.text if piece.kind == "pad" else piece.text.replace("\n", "↵\n")
+        shown = piece.text if piece.kind == "pad" else _visible(piece.text).replace("\n", "↵\n")
         shown = "▒" * piece.num_tokens if piece.kind == "masked" else shown
         text.append(shown, KINDS[piece.kind][0])
     return text
+
+
+def _visible(text: str) -> str:
+    """Controls as their pictures (Unicode has them from 0x2400 on), the rest of what acts as its number."""
+    return _UNSHOWN.sub(
+        lambda match: chr(0x2400 + ord(match[0])) if match[0] < " " else f"\\u{ord(match[0]):04x}", text
+    )
 
 
 def _described(statistics: RowStatistics) -> list[str]:

@@ -114,6 +114,11 @@ def _told_in_one_line(tokenizer: str | Path) -> Iterator[None]:
         ) from error
 
 
+def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """One more than the highest id that the tokenizer gives; its own length counts no holes between ids."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
 def tokenizer_content(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
     """Names and contents of the files that make up the tokenizer, wherever it was loaded from."""
     with TemporaryDirectory() as folder:
