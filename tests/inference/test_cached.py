@@ -148,13 +148,13 @@ def test_a_batch_gives_what_its_rows_give_alone(denoiser):
 def test_blocks_run_alone_through_the_layers(denoiser, monkeypatch):
     model, mask = denoiser("sdar")
     lengths = []
-    forward = model.core.forward
+    encode = model.core.encode
 
     def counted(input_ids, *rest, **named):
         lengths.append(input_ids.size(1))
-        return forward(input_ids, *rest, **named)
+        return encode(input_ids, *rest, **named)
 
-    monkeypatch.setattr(model.core, "forward", counted)
+    monkeypatch.setattr(model.core, "encode", counted)
     sample((model, mask), [[1] * 9], max_new_tokens=8, steps_per_block=2, cache="exact")
     assert lengths == [8, 4, 4, 4, 4, 4, 4, 1]
 

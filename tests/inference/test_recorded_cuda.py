@@ -31,6 +31,13 @@ def both(loaded):
     return [MegatronDenoiser(loaded.core, loaded.block_size or 4, record=record) for record in (True, False)]
 
 
+def graphs(passes):
+    """Names of what was recorded."""
+    from nemo_dllm.collections.diffusion.inference.recorded import Graph
+
+    return [name for (name, *_), seen in passes._seen.items() if isinstance(seen, Graph)]
+
+
 def canvas(seed, rows=3, length=12):
     return torch.randint(0, 150, (rows, length), generator=torch.Generator().manual_seed(seed)).cuda()
 
@@ -52,7 +59,26 @@ def test_a_canvas(both, padded):
         kept.append((recorded[0], recorded[0].clone()))
     # Replays leave earlier results alone.
     assert all(torch.equal(result, copy) for result, copy in kept)
-    assert len(both[0]._canvas_passes._graphs) == 1 and both[1]._canvas_passes is None
+    assert len(graphs(both[0]._canvas_passes)) == 1 and both[1]._canvas_passes is None
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_what_other_shapes_leave_behind_does_not_matter(loaded, blocks):
+    """Masks and angles that are made of sizes alone are kept for the latest few sizes only."""
+    from nemo_dllm.collections.diffusion.inference import MegatronDenoiser
+
+    recorded, plain = (MegatronDenoiser(loaded.core, 4 if blocks else None, record=record) for record in (True, False))
+    first = canvas(0)
+    expected = plain(first)
+    for _ in range(3):
+        assert torch.equal(recorded(first), expected)
+    for length in range(13, 60):
+        plain(canvas(length, length=length))
+        recorded(canvas(length, length=length))
+        # Whatever has been freed is used again.
+        torch.full((64, 1024), float("nan"), device="cuda")
+        # So that it is not forgotten.
+        assert torch.equal(recorded(first), expected)
 
 
 def test_blocks_with_a_cache(both):
@@ -74,8 +100,7 @@ def test_blocks_with_a_cache(both):
         ends_B = real_BL.any(dim=1)
         torch.testing.assert_close(kept[0][ends_B], kept[1][ends_B], atol=2e-5, rtol=0)
         assert torch.equal(caches[0].held_BS, caches[1].held_BS)
-    assert {name for name, *_ in both[0]._cache_passes[caches[0]]._graphs} == {"denoise", "commit"}
-    assert all(graph is not None for graph in both[0]._cache_passes[caches[0]]._graphs.values())
+    assert sorted(graphs(both[0]._cache_passes[caches[0]])) == ["commit", "denoise"]
     assert not both[1]._cache_passes
 
 
@@ -113,17 +138,54 @@ def test_rotary_frequencies_that_were_made_on_the_cpu(both):
     rope = both[0].core.rotary_pos_emb
     expected = both[1](canvas(0))
     rope.inv_freq = rope.inv_freq.cpu()
-    assert all(torch.equal(both[0](canvas(0)), expected) for _ in range(3))
-    assert not both[0]._canvas_passes._unrecorded and rope.inv_freq.is_cuda
+    assert all(torch.equal(both[0](canvas(0)), expected) for _ in range(4))
+    assert graphs(both[0]._canvas_passes) == ["canvas"] and rope.inv_freq.is_cuda
 
 
 def test_what_waits_for_the_device_runs_as_it_is(caplog):
-    from nemo_dllm.collections.diffusion.inference.recorded import RecordedPasses
+    from nemo_dllm.collections.diffusion.inference.recorded import RecordedPasses, Recorder
 
-    passes = RecordedPasses()
+    recorder = Recorder(torch.device("cuda", torch.cuda.current_device()))
+    passes, others = RecordedPasses(recorder), RecordedPasses(recorder)
+
+    def doubled(x):
+        return 2 * x
+
+    def waits(x):
+        return x + int(x.sum())
+
     for number in range(4):
         given = torch.full((3,), number, device="cuda")
-        assert passes("sum", lambda x: x + int(x.sum()), given).tolist() == [4 * number] * 3
-        assert passes("double", lambda x: 2 * x, given).tolist() == [2 * number] * 3
-    assert [record.levelname for record in caplog.records if "'sum' are slower" in record.message] == ["WARNING"]
-    assert passes._unrecorded == {"sum"}
+        assert others("double", doubled, doubled, given).tolist() == [2 * number] * 3
+    for number in range(4):
+        given = torch.full((3,), number, device="cuda")
+        assert passes("sum", waits, waits, given).tolist() == [4 * number] * 3
+    (warning,) = [record.getMessage() for record in caplog.records if "cannot be recorded" in record.getMessage()]
+    assert "captur" in warning and not recorder.works and graphs(others) == ["double"]
+    # What was recorded before goes on, and the device's generator and memory are as they were.
+    given = torch.full((3,), 7, device="cuda")
+    assert others("double", doubled, doubled, given).tolist() == [14] * 3
+    assert torch.rand(4, device="cuda").max() < 1
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    halves = [torch.empty(free // 3, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    del halves
+    # Only blocks that are given back to the device make room for this one.
+    assert torch.empty(free // 2, dtype=torch.uint8, device="cuda").numel() == free // 2
+
+
+def test_a_pass_without_room_to_be_recorded_is_tried_again():
+    from nemo_dllm.collections.diffusion.inference.recorded import RecordedPasses, Recorder
+
+    passes = RecordedPasses(Recorder(torch.device("cuda", torch.cuda.current_device())))
+    room = 1 << 62
+
+    def large(x):
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(room, dtype=torch.uint8, device="cuda")
+        return x + 1
+
+    given = torch.zeros(2, device="cuda")
+    assert all(passes("large", large, large, given).tolist() == [1, 1] for _ in range(4)) and not graphs(passes)
+    room = 1
+    assert passes("large", large, large, given).tolist() == [1, 1] and graphs(passes) == ["large"]

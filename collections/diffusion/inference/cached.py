@@ -4,6 +4,7 @@ Shape letters: B rows, T canvas positions, L positions of one pass, S cache slot
 """
 
 from collections.abc import Callable
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys
 from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, BlockCausal
-from nemo_dllm.collections.diffusion.inference.recorded import RecordedPasses
+from nemo_dllm.collections.diffusion.inference.recorded import RecordedPasses, Recorder
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore
 from nemo_dllm.collections.diffusion.sampling import CacheWindow, KVCache
 
@@ -21,6 +22,10 @@ RECORDED_AT_ONCE = 1 << 12
 """Tokens of a pass, of all rows together, up to which launching it takes longer than running it."""
 RECORDED_LENGTH = 64
 """Tokens of a row, in a pass with a cache. Prompts are longer, and have a length of their own each."""
+
+
+See = Callable[[KVCache, CacheWindow], CachedKeys]
+"""How the layers of a pass see a cache."""
 
 
 class MegatronDenoiser:
@@ -34,7 +39,8 @@ class MegatronDenoiser:
         block_size: tokens of a block, for models that are block-causal; None for bidirectional ones.
         causal_commits: committed tokens see only those before them, as the clean tokens of a block diffusion model did
             that was trained with a next-token loss.
-        record: whether small passes are; a model that is moved to another device afterwards needs a new denoiser.
+        record: whether small passes are; by one thread at a time, and a model that is moved to another device
+            afterwards needs a new denoiser.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class MegatronDenoiser:
         config = core.config
         one_rank = config.tensor_model_parallel_size == config.pipeline_model_parallel_size == 1
         self._records = record and one_rank and not config.num_moe_experts
+        self._recorder: Recorder | None = None
         self._canvas_passes: RecordedPasses | None = None
         # A recorded pass reads and writes its cache where that lies.
         self._cache_passes: WeakKeyDictionary[KVCache, RecordedPasses] = WeakKeyDictionary()
@@ -86,15 +93,18 @@ class MegatronDenoiser:
         """Hidden states [T, B, H] of a canvas."""
 
         def run(tokens_BT: Tensor, key_mask_BT: Tensor | None = None) -> Tensor:
-            return self.core.encode(tokens_BT, attention_mask=self._pattern(key_mask_BT))
+            # Positions of its own: what patterns and Megatron make of sizes alone is kept, and dropped, elsewhere.
+            positions_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device).expand_as(tokens_BT)
+            return self.core.encode(tokens_BT, positions_BT, self._pattern(positions_BT, key_mask_BT))
 
         inputs = (tokens_BT,) if key_mask_BT is None else (tokens_BT, key_mask_BT)
-        if not (self._records and tokens_BT.is_cuda and tokens_BT.numel() <= RECORDED_AT_ONCE):
+        if not self._is_recorded(tokens_BT):
             return run(*inputs)
-        self._canvas_passes = self._canvas_passes or RecordedPasses()
-        return self._canvas_passes("canvas", run, *inputs)
+        if self._canvas_passes is None:
+            self._canvas_passes = RecordedPasses(self._recorder)
+        return self._canvas_passes("canvas", run, run, *inputs)
 
-    def _pattern(self, key_mask_BT: Tensor | None) -> Bidirectional | BlockCausal:
+    def _pattern(self, positions_BT: Tensor, key_mask_BT: Tensor | None) -> Bidirectional | BlockCausal:
         if self.block_size is None:
             return Bidirectional(key_mask_BT)
         if self.causal_commits:
@@ -102,7 +112,7 @@ class MegatronDenoiser:
                 "cache=None cannot be used with this model: finished blocks attend causally, the block at hand does "
                 "not, as in its training with ar_loss_weight above 0; set cache='exact'"
             )
-        return BlockCausal(self.block_size, key_mask_BL=key_mask_BT)
+        return BlockCausal(self.block_size, key_mask_BL=key_mask_BT, position_BL=positions_BT)
 
     def new_cache(self, rows: int, positions: int) -> KVCache:
         """An empty cache on the model's device; see ``CachedDenoiser``."""
@@ -112,11 +122,11 @@ class MegatronDenoiser:
     def denoise(self, tokens_BL: Tensor, positions_BL: Tensor, cache: KVCache, *, key_mask_BL: Tensor) -> Tensor:
         """Logits [B, L, V] of the given positions, which see the cache and each other; see ``CachedDenoiser``."""
 
-        def run(tokens_BL: Tensor, positions_BL: Tensor, key_mask_BL: Tensor) -> Tensor:
+        def run(see: See, tokens_BL: Tensor, positions_BL: Tensor, key_mask_BL: Tensor) -> Tensor:
             window = cache.window(positions_BL, key_mask_BL)
-            return self.core(tokens_BL, positions_BL, self._cached_keys(cache, window))
+            return self.core.encode(tokens_BL, positions_BL, see(cache, window))
 
-        return self._run_with(cache, "denoise", run, tokens_BL, positions_BL, key_mask_BL)
+        return self.core.logits(self._run_with(cache, "denoise", run, tokens_BL, positions_BL, key_mask_BL))
 
     @torch.no_grad()
     def score_and_keep(
@@ -132,9 +142,9 @@ class MegatronDenoiser:
     ) -> Tensor:
         """Logits [N, V] of some of the given positions, of which the cache keeps some; see ``CachedDenoiser``."""
 
-        def run(tokens_BL: Tensor, positions_BL: Tensor, key_mask_BL: Tensor, kept_BL: Tensor) -> Tensor:
+        def run(see: See, tokens_BL: Tensor, positions_BL: Tensor, key_mask_BL: Tensor, kept_BL: Tensor) -> Tensor:
             window = cache.window(positions_BL, key_mask_BL)
-            hidden_LBH = self.core.encode(tokens_BL, positions_BL, self._cached_keys(cache, window))
+            hidden_LBH = self.core.encode(tokens_BL, positions_BL, see(cache, window))
             cache.hold(window, kept_BL)
             return hidden_LBH
 
@@ -152,11 +162,11 @@ class MegatronDenoiser:
         if self.causal_commits:
             blocks_BL = positions_BL
 
-        def run(tokens_BL: Tensor, positions_BL: Tensor, key_mask_BL: Tensor, blocks_BL: Tensor) -> Tensor:
+        def run(see: See, tokens_BL: Tensor, positions_BL: Tensor, key_mask_BL: Tensor, blocks_BL: Tensor) -> Tensor:
             window = cache.window(positions_BL, key_mask_BL, blocks_BL)
             rows = torch.arange(len(tokens_BL), device=tokens_BL.device)
             at_B = (key_mask_BL.sum(dim=1) - 1).clamp_min(0) * len(rows) + rows
-            logits_BV = self.core(tokens_BL, positions_BL, self._cached_keys(cache, window), logits_at_N=at_B)
+            logits_BV = self.core(tokens_BL, positions_BL, see(cache, window), logits_at_N=at_B)
             cache.hold(window)
             return logits_BV
 
@@ -170,20 +180,23 @@ class MegatronDenoiser:
                 logits_BV = torch.where(key_mask_BL[:, part].any(dim=1, keepdim=True), part_BV, logits_BV)
         return logits_BV
 
-    def _run_with(self, cache: KVCache, name: str, run: Callable[..., Tensor], tokens_BL: Tensor, *inputs: Tensor):
-        """The result of ``run`` on tokens and further inputs, recorded where that pays."""
-        small = tokens_BL.numel() <= RECORDED_AT_ONCE and tokens_BL.size(1) <= RECORDED_LENGTH
-        if not (self._records and tokens_BL.is_cuda and small):
-            return run(tokens_BL, *inputs)
+    def _run_with(
+        self, cache: KVCache, name: str, run: Callable[..., Tensor], tokens_BL: Tensor, *inputs: Tensor
+    ) -> Tensor:
+        """``run(see, tokens, *inputs)``, recorded where that pays."""
+        if tokens_BL.size(1) > RECORDED_LENGTH or not self._is_recorded(tokens_BL):
+            return run(_see_held, tokens_BL, *inputs)
         if cache not in self._cache_passes:
-            self._cache_passes[cache] = RecordedPasses()
-        return self._cache_passes[cache](name, run, tokens_BL, *inputs)
+            self._cache_passes[cache] = RecordedPasses(self._recorder)
+        return self._cache_passes[cache](name, partial(run, _see_held), partial(run, _see_all), tokens_BL, *inputs)
 
-    @staticmethod
-    def _cached_keys(cache: KVCache, window: CacheWindow) -> CachedKeys:
-        # A recorded pass serves however much the cache holds, and waits for nothing.
-        recording = window.slots_BL.is_cuda and torch.cuda.is_current_stream_capturing()
-        return _all_keys(cache, window) if recording else _seen_keys(cache, window)
+    def _is_recorded(self, tokens_BL: Tensor) -> bool:
+        """Whether a pass over these tokens takes longer to launch than to run; there is a recorder then."""
+        if not self._records or not tokens_BL.is_cuda or tokens_BL.numel() > RECORDED_AT_ONCE:
+            return False
+        if self._recorder is None:
+            self._recorder = Recorder(tokens_BL.device)
+        return True
 
 
 def _whole_blocks(blocks_BL: Tensor, key_mask_BL: Tensor, longest: int) -> list[slice]:
@@ -201,7 +214,7 @@ def _whole_blocks(blocks_BL: Tensor, key_mask_BL: Tensor, longest: int) -> list[
     return parts
 
 
-def _seen_keys(cache: KVCache, window: CacheWindow) -> CachedKeys:
+def _see_held(cache: KVCache, window: CacheWindow) -> CachedKeys:
     """The pass as layers see it: no slots behind the last visible one, and no mask where all see all."""
     visible_BLS = _real_slots(window)
     positions_S = torch.arange(1, visible_BLS.size(-1) + 1, device=visible_BLS.device)
@@ -214,8 +227,8 @@ def _seen_keys(cache: KVCache, window: CacheWindow) -> CachedKeys:
     return CachedKeys(None if sees_all else visible_BLS[..., :used], _exchange(cache, window, used))
 
 
-def _all_keys(cache: KVCache, window: CacheWindow) -> CachedKeys:
-    """The pass over all slots, which ones are visible being the device's to know."""
+def _see_all(cache: KVCache, window: CacheWindow) -> CachedKeys:
+    """The pass over all slots, however many are held: a recorded pass serves them all, and waits for nothing."""
     visible_BLS = _real_slots(window)
     return CachedKeys(visible_BLS, _exchange(cache, window, visible_BLS.size(-1)))
 

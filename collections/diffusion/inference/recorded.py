@@ -6,38 +6,77 @@ them; a graph is launched at once.
 
 import logging
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 LOGGER = logging.getLogger(__name__)
 KEPT = 8
-"""Graphs of one :class:`RecordedPasses`; each holds what its layers do between its input and its output."""
+"""Graphs of one :class:`RecordedPasses`; each holds its output, and all share what they need on the way there."""
+
+Run = Callable[..., Tensor]
+"""From tensors to a tensor, all on one GPU."""
 
 
-class _Graph:
-    """One pass, recorded.
+class Recorder:
+    """Records passes of one model; a failure ends that for good, for a device may not get over it.
 
     Args:
-        run: from tensors to a tensor, all work of which is on the device and depends on shapes alone. Tensors that it
-            reads or writes beside its inputs stay where they are.
-        inputs: of the first replay; copied.
-        pool: memory that graphs share, which are never replayed at the same time.
+        device: of the model.
     """
 
-    def __init__(self, run: Callable[..., Tensor], inputs: tuple[Tensor, ...], pool: tuple[int, int]):
-        self._inputs = [tensor.clone() for tensor in inputs]
-        self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+    def __init__(self, device: torch.device):
+        self.works = True
+        self._device = device
+        # Memory is shared by graphs that were recorded on one stream, and are never replayed at the same time.
+        with torch.cuda.device(device):
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def record(self, run: Run, inputs: tuple[Tensor, ...]) -> "Graph | None":
+        """The pass as a graph; None where it cannot be recorded, of which a warning says why."""
+        try:
+            with torch.cuda.device(self._device):
+                return self._capture(run, [tensor.clone() for tensor in inputs])
+        except torch.OutOfMemoryError:
+            return None
+        except RuntimeError as error:
+            self.works = False
+            cause = error.__context__ or error
+            LOGGER.warning("generation is slower than it could be, its passes cannot be recorded: %s", cause)
+            return None
+
+    def _capture(self, run: Run, inputs: list[Tensor]) -> "Graph":
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             # Not torch.cuda.graph, which collects garbage first, for longer than a pass. Other threads may go on.
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                self._output = run(*self._inputs)
-            finally:
-                self._graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
+                output = run(*inputs)
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                # A capture that was invalidated does not get so far.
+                with suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return Graph(graph, inputs, output)
+
+
+class Graph:
+    """One recorded pass.
+
+    Args:
+        graph: what was recorded.
+        inputs: where it reads.
+        output: where it writes.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, inputs: list[Tensor], output: Tensor):
+        self._graph, self._inputs, self._output = graph, inputs, output
 
     def replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """The output for these inputs, in memory of its own."""
@@ -48,41 +87,37 @@ class _Graph:
 
 
 class RecordedPasses:
-    """Runs passes; records those whose shapes come again.
+    """Runs passes, by one thread at a time; records those whose shapes come again and again.
 
-    The first pass of a shape runs as it is, and compiles what it needs; the second is recorded. Shapes that were not
-    asked for longest are forgotten beyond ``KEPT``. What cannot be recorded runs as it is, and a warning says why.
+    The first pass of a shape runs as it is. The second runs as it is going to be recorded, which compiles what that
+    needs; the third is recorded. Shapes that were not asked for longest are forgotten beyond ``KEPT``.
+
+    Args:
+        recorder: of the model.
     """
 
-    def __init__(self):
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[Hashable, _Graph | None] = {}
-        self._unrecorded: set[Hashable] = set()
+    def __init__(self, recorder: Recorder):
+        self._recorder = recorder
+        self._seen: dict[Hashable, int | Graph] = {}
 
-    def __call__(self, name: Hashable, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def __call__(self, name: Hashable, run: Run, recordable: Run, *inputs: Tensor) -> Tensor:
         """``run(*inputs)``, for good: no later pass changes it.
 
         Args:
-            name: what ``run`` does; runs of one name do the same with inputs of the same shapes.
-            run: see :class:`_Graph`.
-            inputs: on the current CUDA device.
+            name: what it does; runs of one name do the same with inputs of the same shapes.
+            run: the pass.
+            recordable: the same pass, all work of which is on the device and depends on shapes alone. Tensors that it
+                reads or writes beside its inputs live, and stay where they are, as long as this object.
+            inputs: on the recorder's device.
         """
-        if name in self._unrecorded:
-            return run(*inputs)
         key = (name, *((tensor.shape, tensor.dtype) for tensor in inputs))
-        known = key in self._graphs
         # The last one is the one asked for last.
-        graph = self._graphs.pop(key, None)
-        if known and graph is None:
-            try:
-                graph = _Graph(run, inputs, self._pool)
-            except RuntimeError as error:
-                LOGGER.warning(
-                    "passes named %r are slower than they could be, they cannot be recorded: %s", name, error
-                )
-                self._unrecorded.add(name)
-                return run(*inputs)
-        self._graphs[key] = graph
-        if len(self._graphs) > KEPT:
-            del self._graphs[next(iter(self._graphs))]
-        return run(*inputs) if graph is None else graph.replay(inputs)
+        seen = self._seen.pop(key, 0)
+        if seen == 2 and self._recorder.works:
+            seen = self._recorder.record(recordable, inputs) or seen
+        self._seen[key] = seen if isinstance(seen, Graph) else min(seen + 1, 2)
+        if len(self._seen) > KEPT:
+            del self._seen[next(iter(self._seen))]
+        if isinstance(seen, Graph):
+            return seen.replay(inputs)
+        return recordable(*inputs) if seen == 1 else run(*inputs)
