@@ -13,7 +13,8 @@ pytest.importorskip("megatron.core")
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, flex_or_dense, sdpa
+from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, sdpa
+from nemo_dllm.collections.diffusion.attention.flex import flex
 from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, BlockCausal, NoisyClean
 
 S, B, H, D = 7, 3, 4, 8
@@ -228,16 +229,20 @@ def test_another_pattern_would_be_noticed():
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_training_takes_flex_attention_and_generation_a_dense_mask():
     """What a pattern keeps tells which mask was made of it. On a CPU FlexAttention refuses gradients."""
-    attention = attention_of(flex_or_dense)
+    attention = attention_of(flex)
     for make, training_only in ((lambda: NoisyClean(3, S, PADDING), True), (lambda: BlockCausal(3, PADDING), False)):
         tensors = patterned_inputs(make())
         with pytest.raises(NotImplementedError, match="CPU"):
-            attention(*tensors, make())
-        pattern, tensors = make(), [x.detach() for x in tensors]
-        with torch.no_grad():
-            context = attention(*tensors, pattern)
-        assert [key[0].__name__ for key in pattern.built] == ["block_mask" if training_only else "dense_mask"]
-        torch.testing.assert_close(context, attention_of(sdpa)(*tensors, make()), rtol=0, atol=1e-5)
+            attention.train()(*tensors, make())
+        tensors = [x.detach() for x in tensors]
+        # The first pass of a layer that is recomputed has no gradients, and must be what the second is.
+        for training in (True, False):
+            pattern = make()
+            with torch.no_grad():
+                context = attention.train(training)(*tensors, pattern)
+            taken = "block_mask" if training or training_only else "dense_mask"
+            assert [key[0].__name__ for key in pattern.built] == [taken]
+            torch.testing.assert_close(context, attention_of(sdpa)(*tensors, make()), rtol=0, atol=1e-5)
 
 
 def test_the_kernel_of_patterns_is_not_that_of_bidirectional_attention():

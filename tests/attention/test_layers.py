@@ -15,7 +15,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_dllm.collections.diffusion.attention import layers
-from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, flex_or_dense, sdpa
+from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, sdpa
 from nemo_dllm.collections.diffusion.attention.flex import flex
 from nemo_dllm.collections.diffusion.attention.norms import LocalLayerNorm, LocalRMSNorm
 from nemo_dllm.collections.diffusion.attention.self_attention import FusedSelfAttention
@@ -141,7 +141,7 @@ def test_auto_is_local_without_transformer_engine():
     assert modules_of(auto) == modules_of(local)
 
 
-@pytest.mark.parametrize("cuda, patterned", [(True, flex_or_dense), (False, sdpa)], ids=["GPU", "CPU"])
+@pytest.mark.parametrize("cuda, patterned", [(True, flex), (False, sdpa)], ids=["GPU", "CPU"])
 def test_auto_takes_flex_attention_for_patterns_on_a_gpu_only(monkeypatch, cuda, patterned):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     spec = layers.diffusion_block_spec(config_of("dense"), transformer_impl="local")
@@ -164,7 +164,7 @@ def test_flex_attention_is_refused_on_a_cpu_and_with_dropout(monkeypatch):
     config.attention_dropout = 0.0
     spec = layers.diffusion_block_spec(config, transformer_impl="local", attention_backend="flex")
     core = spec.layer_specs[0].submodules.self_attention.submodules.core_attention
-    assert core.params == {"bidirectional": flex, "patterned": flex_or_dense}
+    assert core.params == {"bidirectional": flex, "patterned": flex}
 
 
 def drops_clean_half(spec):

@@ -97,7 +97,7 @@ def test_cached_logits_are_those_of_the_whole_canvas(denoiser, name):
     assert (model(tokens_BT)[0, 8:12] - scored_BLV[0]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("kernel", ["eager", "flex_or_dense"])
+@pytest.mark.parametrize("kernel", ["eager", "flex"])
 def test_every_backend_attends_to_a_cache(denoiser, monkeypatch, kernel):
     from nemo_dllm.collections.diffusion.attention import core
 

@@ -78,15 +78,6 @@ def eager(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, scale: fl
     return torch.matmul(probabilities.to(value.dtype), value)
 
 
-def flex_or_dense(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, scale: float, dropout: float) -> Tensor:
-    """:func:`flex`, but :func:`sdpa` for a block-causal pass without gradients, and for one with cached keys.
-
-    That is generation, where nearly every call has another length, and FlexAttention would compile each.
-    """
-    generates = isinstance(pattern, CachedKeys) or (isinstance(pattern, BlockCausal) and not torch.is_grad_enabled())
-    return (sdpa if generates else flex)(query, key, value, pattern, scale, dropout)
-
-
 def _mask(pattern: Pattern | CachedKeys, query: Tensor, key: Tensor) -> Tensor | None:
     """Bool, broadcasts to [B, H, Q, K]; None, and no tensor at all, where every token sees every token."""
     if isinstance(pattern, CachedKeys):
@@ -101,7 +92,8 @@ class PatternAttention(nn.Module):
 
     Args:
         bidirectional: kernel where every token sees every real token (:func:`~masks.sees_all_real_tokens`).
-        patterned: kernel of every other pattern.
+        patterned: kernel of every other pattern; for generation :func:`sdpa` in place of :func:`flex`, which would
+            compile nearly every call, as each has another length.
     """
 
     def __init__(
@@ -134,6 +126,9 @@ class PatternAttention(nn.Module):
         Under context parallelism, positions are those of this rank's shard, and ``pattern`` that of all.
         """
         kernel = self.bidirectional if sees_all_real_tokens(pattern) else self.patterned
+        generates = isinstance(pattern, CachedKeys) or (isinstance(pattern, BlockCausal) and not self.training)
+        if kernel is flex and generates:
+            kernel = sdpa
         if self.context_group is not None:
             tokens = len(key_KBGD) // copies(pattern)
             key_KBGD, value_KBGD = gather_keys(key_KBGD, value_KBGD, pattern, self.context_group)

@@ -16,7 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, flex_or_dense, sdpa
+from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, sdpa
 from nemo_dllm.collections.diffusion.attention.experts import GroupedExperts, can_group
 from nemo_dllm.collections.diffusion.attention.flex import check_no_dropout, flex
 from nemo_dllm.collections.diffusion.attention.mlp import FusedMLP
@@ -147,8 +147,8 @@ def _core_attention(backend: str) -> ModuleSpec:
     bidirectional, patterned = {
         "sdpa": (sdpa, sdpa),
         "eager": (eager, eager),
-        "flex": (flex, flex_or_dense),
-        "auto": (sdpa, flex_or_dense if torch.cuda.is_available() else sdpa),
+        "flex": (flex, flex),
+        "auto": (sdpa, flex if torch.cuda.is_available() else sdpa),
     }[backend]
     return ModuleSpec(PatternAttention, params={"bidirectional": bidirectional, "patterned": patterned})
 
