@@ -158,6 +158,9 @@ def test_errors(corpus):
         DocumentStream(corpus, 6, 6, VOCAB)
     with pytest.raises(ValueError, match="corpus begin with bos_token_id=0 already; set it to None"):
         DocumentStream(corpus, 0, 6, VOCAB, 0)
+    for outside in (-1, VOCAB):
+        with pytest.raises(ValueError, match=f"bos_token_id={outside} is outside the vocabulary of 100"):
+            DocumentStream(corpus, 0, 6, VOCAB, outside)
     small = PretrainingRows([DocumentStream(corpus, 0, 6, 54)], [1.0], 4, 6, seed=None)
     with pytest.raises(ValueError, match="token 4 of document 5 is 54, outside the vocabulary of 54"):
         [small.streams[0].read(18, 4)]

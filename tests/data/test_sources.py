@@ -61,6 +61,11 @@ def test_names_in_capitals_and_patterns(tmp_path):
     assert len(find_sources([tmp_path / "a[1].jsonl"])) == 1
 
 
+def test_nothing_is_not_the_folder_that_one_is_in():
+    with pytest.raises(ValueError, match="an input has an empty name"):
+        find_sources([""])
+
+
 def test_compressed_in_capitals(tmp_path):
     (tmp_path / "a.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "a"}'))
     assert [record.fields for record in records_of(*find_sources([tmp_path / "a.JSONL.GZ"]))] == [{"text": "a"}]

@@ -41,9 +41,10 @@ def build(module, files):
             "validation_fraction": 0.2,
             "cache_dir": files / "cache",
             "seed": 3,
+            "path": files / "train.jsonl",
             **fields,
         }
-        data = module.SupervisedDataModule(files / "train.jsonl", str(files / "byte"), **fields)
+        data = module.SupervisedDataModule(tokenizer=str(files / "byte"), **fields)
         data.trainer = trainer or SimpleNamespace(max_steps=20, global_step=0)
         data.prepare_data()
         data.setup("fit")
@@ -187,6 +188,11 @@ def test_field_errors(module, files):
 def test_missing_files_and_templates_are_named(build, module, files):
     with pytest.raises(FileNotFoundError, match="nowhere' does not exist"):
         build(validation_path="nowhere")
+    # Not the questions of our own: those are for no path.
+    with pytest.raises(ValueError, match="there is no input"):
+        build(path=[])
+    with pytest.raises(ValueError, match="an input has an empty name"):
+        build(path="")
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
         build(chat_template=None)
     with pytest.raises(FileNotFoundError, match="tokenizer='./nowhere' does not exist"):

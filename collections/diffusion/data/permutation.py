@@ -55,8 +55,9 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        if not weights or not all(isinstance(weight, Real) and 0 < weight < math.inf for weight in weights):
-            raise ValueError(f"weights={list(weights)} must be positive numbers; leave out what has no weight")
+        listed = weights if isinstance(weights, Sequence) else ()
+        if not listed or not all(isinstance(weight, Real) and 0 < weight < math.inf for weight in listed):
+            raise ValueError(f"weights={weights} must be positive numbers; leave out what has no weight")
         exact = [Fraction(weight) for weight in weights]
         # Each source's share of what the sources before it leave over.
         self._shares = [weight / sum(exact[number:]) for number, weight in enumerate(exact)]

@@ -39,7 +39,8 @@ class DocumentStream:
         bos_token_id: put before every document; None puts nothing.
 
     Raises:
-        ValueError: there is no document, or the first one has the begin token already.
+        ValueError: there is no document, none has a token, the first one has the begin token already, or that is
+            outside the vocabulary.
     """
 
     def __init__(
@@ -49,6 +50,10 @@ class DocumentStream:
             raise ValueError(
                 f"{corpus.prefix} has {corpus.num_documents} documents, too few to give each part of `split` one; name "
                 "validation_paths, or write more documents"
+            )
+        if bos_token_id is not None and not 0 <= bos_token_id < vocab_size:
+            raise ValueError(
+                f"bos_token_id={bos_token_id} is outside the vocabulary of {vocab_size}; name one of its ids"
             )
         self.corpus = corpus
         self.first = first

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
@@ -78,11 +79,9 @@ class PretrainingDataModule(DiffusionDataModule):
         self._check_fields()
 
     def _check_fields(self) -> None:
-        if (
-            len(self.split) != len(SPLITS)
-            or not all(0 <= share < math.inf for share in self.split)
-            or not self.split[0]
-        ):
+        shares = self.split if isinstance(self.split, Sequence) else ()
+        are_numbers = all(isinstance(share, Real) and 0 <= share < math.inf for share in shares)
+        if len(shares) != len(SPLITS) or not are_numbers or not shares[0]:
             raise ValueError(
                 f"split={self.split} must be shares of {', '.join(SPLITS)}, the first above 0, e.g. (0.98, 0.02, 0)"
             )

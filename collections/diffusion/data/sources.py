@@ -50,6 +50,8 @@ def find_sources(inputs: Sequence[str | Path], format: str | None = None, split:
     """
     if format is not None and format not in FORMATS:
         raise ValueError(f"format={format!r} is unknown; known: {', '.join(FORMATS)}")
+    if "" in inputs:
+        raise ValueError("an input has an empty name; name files, folders or datasets")
     sources = [source for entry in inputs for source in _sources(Path(entry), format, split)]
     if not sources:
         raise ValueError("there is no input; name files, folders or datasets")

@@ -214,7 +214,7 @@ class SupervisedDataModule(DiffusionDataModule):
             return cached_supervised(sources, encoder, self.cache_dir, self.columns, self.max_bad_rows)
 
         validation = None if self.validation_path is None else read(self.validation_path, self.validation_split)
-        return read(self.path or BUILT_IN, self.split), validation
+        return read(BUILT_IN if self.path is None else self.path, self.split), validation
 
     def _split(self, corpus: SupervisedCorpus) -> tuple[np.ndarray, np.ndarray]:
         """Training and validation samples; each goes where the hash of its tokens says."""
@@ -224,8 +224,8 @@ class SupervisedDataModule(DiffusionDataModule):
         training, validation = np.flatnonzero(hashes >= border), np.flatnonzero(hashes < border)
         if len(training) == 0:
             raise ValueError(
-                f"path={self.path} has {len(hashes)} samples, too few to keep validation_fraction="
-                f"{self.validation_fraction} of them back; name a validation_path"
+                f"path={self.path} has {len(hashes)} samples, {len(np.unique(hashes))} of them different, too few to "
+                f"keep validation_fraction={self.validation_fraction} of them back; name a validation_path"
             )
         return training, validation
 
