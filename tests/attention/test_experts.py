@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -146,6 +147,35 @@ def accumulated(experts, device, dtype):
 def test_gradients_are_added_to_buffers_in_place(both):
     grouped, sequential = both()
     assert largest_difference(result(sequential), accumulated(grouped, "cpu", torch.float32)) < 1e-5
+
+
+def test_experts_of_which_some_are_frozen(both):
+    grouped, sequential = both()
+    for experts in (grouped, sequential):
+        experts.local_experts[1].requires_grad_(False)
+    grouped.fuse_wgrad_accumulation = True
+    for weight in grouped.parameters():
+        if weight.requires_grad:
+            weight.main_grad = torch.zeros_like(weight)
+    expected, actual = ({k: v for k, v in result(e).items() if v is not None} for e in (sequential, grouped))
+    assert largest_difference(expected, actual) < 1e-5 and len(expected) == 3 + 3 * 2
+
+
+def test_micro_batches_add_up_in_megatrons_buffers(both):
+    """The third leaves this rank's experts without a token, as expert parallelism may."""
+    totals = []
+    for experts in both():
+        experts.fuse_wgrad_accumulation = True
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        ddp = DistributedDataParallel(experts.config, config, experts)
+        with ddp.no_sync():
+            for tokens in ([3, 0, 7, 1], [0, 0, 0, 5], [0, 0, 0, 0], [2, 2, 2, 2]):
+                result(ddp.module, tokens_per_expert=torch.tensor(tokens))
+        totals.append({name: weight.main_grad.clone() for name, weight in experts.named_parameters()})
+    sequential, grouped = totals[1], totals[0]
+    assert all(sequential[name].any() for name in sequential)
+    largest = max(gradient.abs().max() for gradient in sequential.values())
+    assert all((grouped[name] - sequential[name]).abs().max() < 1e-5 * largest for name in sequential)
 
 
 def test_buffers_of_another_precision_are_left_to_megatron(both):

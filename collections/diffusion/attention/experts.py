@@ -15,6 +15,7 @@ from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def can_group(config: TransformerConfig) -> bool:
@@ -48,6 +49,7 @@ class _GroupedLinear(torch.autograd.Function):
         return F.grouped_mm(x_TH, torch.stack(weights_FH).transpose(1, 2), offs=end_E)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_TF: Tensor) -> tuple:
         x_TH, end_E, *weights_FH = ctx.saved_tensors
         grad_TF = grad_TF.contiguous()
@@ -55,8 +57,9 @@ class _GroupedLinear(torch.autograd.Function):
         grads_FH = (None,) * len(weights_FH)
         if any(ctx.needs_input_grad[3:]):
             grads_EFH = F.grouped_mm(grad_TF.t(), x_TH, offs=end_E)
-            buffer = getattr(weights_FH[0], "main_grad", None)
-            in_place = ctx.in_place and buffer is not None and buffer.dtype == torch.float32
+            buffers = [getattr(weight, "main_grad", None) for weight in weights_FH]
+            have_buffers = all(buffer is not None and buffer.dtype == torch.float32 for buffer in buffers)
+            in_place = ctx.in_place and have_buffers and all(ctx.needs_input_grad[3:])
             grads_FH = _add_in_place(grads_EFH, weights_FH) if in_place else grads_EFH.unbind()
         return grad_TH, None, None, *grads_FH
 

@@ -67,7 +67,8 @@ class BalancedRouter(TopKRouter):
     the loss is divided by: each row is weighed by its part of the loss's denominator. So ``seq_aux_loss`` and the
     z-loss are the same however the global batch is split; ``aux_loss`` is that of micro-batches, by definition.
 
-    It adds no parameter and no state to Megatron's, so any built router becomes one by :meth:`adopt`.
+    It adds no parameter to Megatron's, and nothing that a checkpoint holds, so any built router becomes one by
+    :meth:`adopt`.
     """
 
     balance_over: str
