@@ -273,7 +273,18 @@ def test_who_cannot_be_told_does_not_stop_the_engine(kit, engine_of, row_of, cap
     assert again.updates[-1].tokens == stays.updates[-1].tokens and engine.is_alive
 
 
-def test_a_device_that_fails_ends_the_engine(kit, engine_of, row_of, caplog):
+def test_a_kernel_that_a_device_refuses_is_the_fault_of_a_row(kit, engine_of, row_of):
+    model = kit.ToyModel()
+    model.fail_on, model.error = 90, torch.AcceleratorError("CUDA error: invalid configuration argument")
+    engine = engine_of(model)
+    rows = [row_of([65], seed=1), row_of([90], seed=2)]
+    engine.submit(rows)
+    kit.until(lambda: all(row.done for row in rows))
+    assert rows[0].updates[-1].finish_reason == "length" and rows[1].updates[-1].error is model.error
+    assert engine.is_alive
+
+
+def test_a_device_that_fails_ends_the_engine(kit, engine_of, row_of, caplog, monkeypatch):
     model = kit.ToyModel()
     engine = engine_of(model)
     running, waiting = row_of(length=400), row_of()
@@ -281,13 +292,19 @@ def test_a_device_that_fails_ends_the_engine(kit, engine_of, row_of, caplog):
     engine.submit([waiting])
     model.fail_on = kit.MASK
     model.error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    # Only a process whose device has failed can tell.
+    monkeypatch.setattr(engine, "_device_works", lambda: False)
     model.open.set()
     kit.until(lambda: running.done and waiting.done and not engine.is_alive)
     for row in (running, waiting):
         assert row.updates[-1].error.code == "device_failed"
     assert "illegal memory access" in caplog.text
-    with pytest.raises(EngineClosedError, match="restart the server"):
-        engine.submit([row_of()])
+    refused = []
+    for _ in range(3):
+        with pytest.raises(EngineClosedError, match="restart the server") as refusal:
+            engine.submit([row_of()])
+        refused.append(len(refusal.traceback))
+    assert len(set(refused)) == 1
 
 
 def test_closing_ends_what_is_left(kit, engine_of, row_of):

@@ -121,7 +121,7 @@ class Answer:
             unfinished_because = "timeout"
             raise RequestError(504, f"no answer within {self._timeout:g} s", code="timeout") from error
         except RequestError as error:
-            unfinished_because = "shutdown" if error.status == 503 else "failed"
+            unfinished_because = error.code if error.status == 503 else "failed"
             raise
         finally:
             self._close(unfinished_because)

@@ -96,8 +96,15 @@ class BatchingEngine:
     def _refuse(self, rows: Sequence[Row]) -> None:
         for row in rows:
             if not row.done:
-                row.done = True
-                row.deliver(RowUpdate([], error=self._closed))
+                self._end_with(row, self._closed)
+
+    @staticmethod
+    def _end_with(row: Row, error: Exception) -> None:
+        try:
+            row.deliver(RowUpdate([], error=error))
+        except Exception:
+            logger.exception("request %s cannot be told so", row.request_id)
+        row.done = True
 
     @property
     def is_alive(self) -> bool:
@@ -123,7 +130,8 @@ class BatchingEngine:
         """
         with self._changed:
             if self._closed:
-                raise self._closed
+                # A new one: each time that one is raised, it keeps more of who did so.
+                raise EngineClosedError(str(self._closed), self._closed.code)
             if len(self._waiting) + len(rows) > self._limits.max_waiting_rows:
                 places = self._limits.max_waiting_rows
                 fix = "try again later" if len(rows) <= places else f"ask for at most {places} at once"
@@ -145,13 +153,21 @@ class BatchingEngine:
         while self._gather_rows():
             try:
                 self._denoise_once()
-            except torch.AcceleratorError:
-                # No later pass of this process would succeed.
-                logger.critical("the device has failed: restart the server", exc_info=True)
-                reason = EngineClosedError("the device has failed; restart the server", "device_failed")
-                self._refuse(self._stop(reason))
             except Exception as error:
-                self._fail(error)
+                if isinstance(error, torch.AcceleratorError) and not self._device_works():
+                    logger.critical("the device has failed: restart the server", exc_info=error)
+                    reason = EngineClosedError("the device has failed; restart the server", "device_failed")
+                    self._refuse(self._stop(reason))
+                else:
+                    self._fail(error)
+
+    def _device_works(self) -> bool:
+        """Most errors of a GPU stay with the process; a kernel that could not be launched does not."""
+        try:
+            torch.zeros(1, device=self._denoising.device).item()
+        except torch.AcceleratorError:
+            return False
+        return True
 
     def _gather_rows(self) -> bool:
         """Decide who is in the next pass; False after ``close``."""
@@ -233,11 +249,7 @@ class BatchingEngine:
             return
         for row in left:
             logger.error("a row failed, of request %s", row.request_id, exc_info=error)
-            try:
-                row.deliver(RowUpdate([], error=error))
-            except Exception:
-                logger.exception("request %s cannot be told so", row.request_id)
-            row.done = True
+            self._end_with(row, error)
 
     def _hand_out(self, step: DenoiseStep, rows: Sequence[Row]) -> None:
         counts = step.settled_BT.sum(dim=1).tolist()

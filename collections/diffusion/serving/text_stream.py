@@ -49,8 +49,9 @@ class TextStream:
 
     def _certain(self, text: str) -> str:
         text = text.rstrip(_INCOMPLETE)
-        # No stop begins in what has been sent, or that would have been held back.
-        for start in range(len(self._sent), len(text)):
+        # No stop begins in what has been sent, or that would have been held back; none is longer than the longest.
+        longest = max(map(len, self._stops), default=0)
+        for start in range(max(len(self._sent), len(text) - longest + 1), len(text)):
             if any(stop.startswith(text[start:]) for stop in self._stops):
                 return text[:start]
         return text
