@@ -129,6 +129,20 @@ def test_ids_with_holes_and_an_output_named_by_its_file(tmp_path):
     assert check_corpus(tmp_path / "x", tokenizer).endswith("all ids below 70001")
 
 
+def test_an_output_inside_of_its_input(tmp_path, tokenizer):
+    """Neither kept parts nor the report are read as texts."""
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": 3}, {"text": "b"}])
+    with pytest.raises(ValueError, match="1 rows cannot be used"):
+        preprocess(tmp_path, tmp_path / "x", tokenizer, max_bad_rows=0, workers=1)
+    assert list(tmp_path.glob("x.parts/*/report.json"))
+    for overwrite in (False, True):
+        report = preprocess(tmp_path, tmp_path / "x", tokenizer, workers=1, overwrite=overwrite)
+        assert (report.documents, len(report.bad_rows)) == (2, 1)
+    # A file that only has such a name is an input.
+    write_jsonl(tmp_path / "weather.report.json", [{"text": "c"}])
+    assert preprocess(tmp_path, tmp_path / "y", tokenizer, workers=1).documents == 3
+
+
 BAD_ROWS = [
     ('{"text": "good"}\n', None),
     ('{"text": "cut\n', "broken JSON, Invalid control character at|broken JSON, Unterminated string"),

@@ -1,3 +1,5 @@
+import codecs
+
 import pytest
 
 from nemo_dllm.collections.diffusion.data.text import (
@@ -38,6 +40,14 @@ def test_reads_folder_sorted_and_counts_what_it_leaves_out(folder):
         "empty.txt:1: empty",
         "latin.txt:1: not UTF-8, byte 0xe9",
     ]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + b"one")
+    (tmp_path / "b.txt").write_bytes(codecs.BOM_UTF8)
+    corpus = read_text(tmp_path)
+    assert corpus.documents == [Document("a.txt", "one")]
+    assert [row.reason for row in corpus.skipped] == ["empty"]
 
 
 def test_suffixes_filter_folders_but_not_named_files(folder):

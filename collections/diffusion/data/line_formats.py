@@ -1,5 +1,6 @@
 """Files of lines and of text, read as streams, compressed or not: JSON lines, lines, and texts."""
 
+import codecs
 import itertools
 import json
 from collections.abc import Iterator
@@ -7,8 +8,6 @@ from pathlib import Path
 
 from nemo_dllm.collections.diffusion.data.parts import Part, Record, Row, text_row
 from nemo_dllm.collections.diffusion.data.sources import Source, compression_of
-
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def line_parts(source: Source, part_bytes: int) -> Iterator[Part]:
@@ -20,18 +19,18 @@ def line_parts(source: Source, part_bytes: int) -> Iterator[Part]:
             continue
         content = rest + head + newline
         if first_row == 1:
-            content = content.removeprefix(_BYTE_ORDER_MARK)
+            content = content.removeprefix(codecs.BOM_UTF8)
         yield Part(source.name, source.format, position - before, first_row, content)
         first_row, before, rest = first_row + content.count(b"\n"), position, tail
     if rest:
-        content = rest.removeprefix(_BYTE_ORDER_MARK) if first_row == 1 else rest
+        content = rest.removeprefix(codecs.BOM_UTF8) if first_row == 1 else rest
         yield Part(source.name, source.format, source.size - before, first_row, content)
 
 
 def json_parts(source: Source, part_bytes: int) -> Iterator[Part]:
     """JSON objects, one per line, or in one array, whose rows are then its elements."""
     first_block = next(_blocks(source.name, part_bytes), (b"", 0))[0]
-    begins_array = first_block.removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"["
+    begins_array = first_block.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
     elements = _array_elements(source, part_bytes) if begins_array else None
     if elements is None:
         yield from line_parts(source, part_bytes)
@@ -70,7 +69,7 @@ def _array_elements(source: Source, part_bytes: int) -> list | None:
 
 
 def text_parts(source: Source, part_bytes: int) -> Iterator[Part]:
-    content = b"".join(block for block, _ in _blocks(source.name, part_bytes)).removeprefix(_BYTE_ORDER_MARK)
+    content = b"".join(block for block, _ in _blocks(source.name, part_bytes)).removeprefix(codecs.BOM_UTF8)
     if content:
         yield Part(source.name, source.format, source.size, 1, content)
 
@@ -102,7 +101,7 @@ def json_records(part: Part) -> Iterator[Record]:
     for number, line in _lines(part):
         try:
             # `json` itself takes bytes for UTF-16 where they look like it. Files put together have marks inside.
-            row = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode())
+            row = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
         except UnicodeDecodeError as error:
             yield Record(number, None, _not_utf8(error))
         except json.JSONDecodeError as error:

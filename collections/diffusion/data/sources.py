@@ -102,11 +102,18 @@ def _files_in(folder: Path, format: str | None) -> list[Source]:
     found = [
         _file_source(file, None)
         for file in visible_files(folder)
-        if format_of(file) and file.name not in _DESCRIPTIONS and _is_file(file)
+        if format_of(file) and file.name not in _DESCRIPTIONS and not _is_of_preprocess(file) and _is_file(file)
     ]
     formats = {source.format for source in found}
     wanted = {format} if format else formats - {"text"} or formats
     return [source for source in found if source.format in wanted]
+
+
+def _is_of_preprocess(file: Path) -> bool:
+    """Whether it is a report beside a corpus, or a part of one that is not finished: its output may be in its input."""
+    prefix = file.name.removesuffix(".report.json")
+    is_report = prefix != file.name and file.with_name(f"{prefix}.idx").exists()
+    return is_report or any((parent / "plan.json").exists() for parent in file.parents if parent.suffix == ".parts")
 
 
 def visible_files(folder: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """Text documents: reading files and folders, and splitting documents into train and validation."""
 
+import codecs
 import hashlib
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ class Document(NamedTuple):
     """One text with the name by which it is split.
 
     name: path relative to the folder that was read, with forward slashes (the file's own name for a single file).
-    text: the file's characters as they are; newlines are not translated.
+    text: the file's characters as they are, without a byte order mark; newlines are not translated.
     """
 
     name: str
@@ -143,7 +144,7 @@ def _read_files(named_files: Iterable[tuple[str, Path]]) -> Corpus:
 def _decode(file: Path) -> str | BadRow:
     """The text, or what is wrong and in which line (a NUL byte is valid UTF-8, but no text file has one)."""
     try:
-        content = file.read_bytes()
+        content = file.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         return bad_row(str(file), 1, f"cannot be read, {error.strerror}")
     if not content:
