@@ -14,6 +14,8 @@ SYSTEM = {"role": "system", "content": "s"}
         {"messages": CHAT},
         {"messages": [{**message, "name": None} for message in CHAT], "prompt": None},
         {"messages": None, "conversations": CHAT},
+        {"messages": {"role": ["user", "assistant"], "content": ["q", "a"], "name": [None, None]}},
+        {"conversations": [{"from": "Human", "value": "q"}, {"from": "GPT", "value": "a"}]},
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
         {"conversations": [{"from": "user", "value": "q"}, {"role": "model", "content": "a"}], "id": 3},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, CHAT[1]]},
@@ -58,6 +60,7 @@ def test_system_tools_and_further_fields():
         ({"messages": [{"role": "alien", "content": "x"}]}, "turn 0 has the role 'alien'; known: system, dev"),
         ({"messages": ["x"]}, "turn 0 is str, not a message"),
         ({"messages": "x"}, "field messages is str, not a list"),
+        ({"messages": {"role": ["user"], "content": []}}, "field messages is dict, not a list"),
         ({"messages": [{"role": "user", "content": 3}, CHAT[1]]}, "turn 0 has content of type int, not text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]},

@@ -18,7 +18,7 @@ ROLES = {
     "function": "tool",
     "observation": "tool",
 }
-"""Role names in use, with those that chat templates know."""
+"""Role names in use, in small letters, with those that chat templates know."""
 
 FIELDS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "tools")
 
@@ -107,6 +107,10 @@ def _side(fields: Mapping[str, Any], name: str, role: str) -> Sequence[Any]:
 
 
 def _listed(value: Any, name: str) -> Sequence[Any]:
+    columns = list(value.values()) if isinstance(value, Mapping) else []
+    # As datasets give lists of objects that were declared as a sequence.
+    if columns and all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+        return [dict(zip(value, message, strict=True)) for message in zip(*columns, strict=True)]
     if not isinstance(value, list | tuple):
         raise ValueError(f"field {name} is {type(value).__name__}, not a list of messages")
     return value
@@ -124,7 +128,7 @@ def _message(message: Any, turn: int) -> dict[str, Any]:
         raise ValueError(f"turn {turn} is {type(message).__name__}, not a message")
     given = {name: value for name, value in message.items() if value is not None}
     role = given.pop("role", None) or given.pop("from", None)
-    if not isinstance(role, str) or role not in ROLES:
+    if not isinstance(role, str) or role.lower() not in ROLES:
         raise ValueError(f"turn {turn} has the role {role!r}; known: {', '.join(ROLES)}")
     content = given.pop("content", None)
     content = given.pop("value", "") if content is None else content
@@ -138,7 +142,7 @@ def _message(message: Any, turn: int) -> dict[str, Any]:
         )
     # Templates ask whether there are calls by the name of the field alone.
     given = {name: value for name, value in given.items() if name != "tool_calls" or value}
-    return {"role": ROLES[role], "content": content, **given}
+    return {"role": ROLES[role.lower()], "content": content, **given}
 
 
 def _text_of_piece(piece: Any, turn: int) -> str:
