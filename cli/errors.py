@@ -10,11 +10,11 @@ from collections.abc import Mapping
 USAGE = 2
 """Exit code of what a user can mend, as shells and the parsers of options have it."""
 
-_OF_FOLDERS = frozenset(
-    getattr(errno, name)
-    for name in ("EACCES", "EPERM", "EROFS", "ENOTDIR", "EISDIR", "ENOSPC", "EDQUOT", "EFBIG", "ENAMETOOLONG")
+_OF_DISKS = frozenset(getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG"))
+_OF_PLACES = frozenset(
+    getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "ENOTDIR", "EISDIR", "ENAMETOOLONG")
 )
-"""What the system says of a place that cannot be written, whoever wanted to."""
+"""What the system says of a place that cannot be written, whoever wanted to; it must be named."""
 
 _BUILDING = "\n\nFiddle context:"
 """Before the paragraph that fiddle appends where a recipe cannot be built: a setting has no meaning."""
@@ -26,7 +26,7 @@ def is_for_users(error: BaseException) -> bool:
         return True
     if _BUILDING in str(error):
         return True
-    if isinstance(error, OSError) and error.errno in _OF_FOLDERS:
+    if _is_of_a_place(error):
         return True
     if not isinstance(error, ValueError | OSError):
         return False
@@ -37,9 +37,15 @@ def is_for_users(error: BaseException) -> bool:
     return module.partition(".")[0] in ("nemo_dllm", "nemo_run")
 
 
+def _is_of_a_place(error: BaseException) -> bool:
+    if not isinstance(error, OSError):
+        return False
+    return error.errno in _OF_DISKS or (error.errno in _OF_PLACES and error.filename is not None)
+
+
 def one_line(error: BaseException) -> str:
     """The message, with the place in the recipe where fiddle, which builds recipes, appends a paragraph on it."""
-    if isinstance(error, OSError) and error.errno in _OF_FOLDERS:
+    if _is_of_a_place(error):
         return ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
     message, _, fiddle_context = str(error).partition(_BUILDING)
     place = fiddle_context.partition(" at <root>.")[2].partition(" ")[0]

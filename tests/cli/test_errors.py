@@ -34,6 +34,10 @@ def test_messages_in_the_words_of_a_command_line(message, shown):
     assert in_options(message, options) == shown
 
 
+def test_a_place_without_a_name_keeps_its_traceback():
+    assert not is_for_users(OSError(errno.EPERM, "Operation not permitted"))
+
+
 @pytest.mark.parametrize(
     "number, filename, shown",
     [

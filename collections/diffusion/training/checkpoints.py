@@ -60,6 +60,9 @@ class CommonModelCheckpoint(ModelCheckpoint):
         except (OSError, CheckpointException) as error:
             # Of the first rank that failed. A full disk is, for torch's archives, a wrong position in a file.
             reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+            if isinstance(reason, OSError) and reason.errno is not None:
+                message = f"could not be written: {reason.strerror}; the checkpoints before it are whole"
+                raise OSError(reason.errno, message, filepath) from error
             raise OSError(
                 f"{filepath} could not be written; is the disk full? The checkpoints before it are whole "
                 f"({' '.join(str(reason).split())})"
