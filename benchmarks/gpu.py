@@ -20,7 +20,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,12 +41,14 @@ class Group:
         at_once: how many run side by side; 1 where their times count.
         timeout: seconds that each gets.
         commands: shell words by tag.
+        after: a group that must be over before, where both are asked for.
     """
 
     gpus: int
     at_once: int
     timeout: int
     commands: dict[str, str]
+    after: str | None = None
 
 
 GROUPS = {
@@ -85,15 +87,15 @@ def main() -> None:
         )
     arguments.out.mkdir(parents=True, exist_ok=True)
     arguments.deadline = time.monotonic() + arguments.within
-    groups = [GROUPS[name] for name in arguments.groups]
+    groups = {name: GROUPS[name] for name in arguments.groups}
     if arguments.devices:
         codes = run_side_by_side(groups, arguments, console)
     else:
-        codes = [code for group in groups for code in run_group(group, (), arguments, console)]
+        codes = [code for group in groups.values() for code in run_group(group, (), arguments, console)]
     sys.exit(any(codes))
 
 
-def run_side_by_side(groups: list[Group], arguments: argparse.Namespace, console: Console) -> list[int]:
+def run_side_by_side(groups: dict[str, Group], arguments: argparse.Namespace, console: Console) -> list[int]:
     """Exit codes of all commands of groups that take turns with the devices."""
     free, changed = list(arguments.devices), threading.Condition()
 
@@ -106,13 +108,15 @@ def run_side_by_side(groups: list[Group], arguments: argparse.Namespace, console
                 changed.notify()
 
     with ThreadPoolExecutor(len(groups)) as pool:
-        running = []
-        for group in groups:
+        running: dict[str, Future[list[int]]] = {}
+        for name, group in groups.items():
+            if group.after in running:
+                running[group.after].result()
             with changed:
                 changed.wait_for(lambda: len(free) >= group.gpus)  # noqa: B023
                 devices = [free.pop(0) for _ in range(group.gpus)]
-            running.append(pool.submit(run_on, devices, group))
-        return [code for future in running for code in future.result()]
+            running[name] = pool.submit(run_on, devices, group)
+        return [code for future in running.values() for code in future.result()]
 
 
 def run_group(group: Group, devices: Sequence[int], arguments: argparse.Namespace, console: Console) -> list[int]:

@@ -19,8 +19,10 @@ from nemo.collections.llm.gpt.model.qwen3 import (
 )
 
 from nemo_dllm.collections.diffusion.models.llada2 import LLaDA2Config16B
+from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.objectives import BlockDiffusion, MaskedDiffusion
-from nemo_dllm.recipes.builder import FUSIONS, PRECISIONS
+from nemo_dllm.recipes.builder import FUSIONS, PRECISIONS, layout_of_strategy
+from nemo_dllm.recipes.memory import estimate_training_memory
 from nemo_dllm.recipes.moe_fields import SOFTMAX_ROUTER
 
 TENSOR, PIPELINE, CONTEXT, EXPERT, EXPERT_TENSOR = (
@@ -172,6 +174,16 @@ def trainer_of(arguments: argparse.Namespace, layout: str, **fields) -> nl.Train
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
     )
+
+
+def planned_memory(arguments: argparse.Namespace, layout: str, model: DiffusionModel) -> float:
+    """GB of the fullest process; NaN but for bf16 on GPUs."""
+    if arguments.precision != "bf16" or not torch.cuda.is_available():
+        return float("nan")
+    sizes = {"seq_length": arguments.length, "micro_batch_size": arguments.micro_batch}
+    spread = layout_of_strategy(strategy_of(layout), arguments.processes)
+    sizes["global_batch_size"] = arguments.sequences
+    return estimate_training_memory(model.config, model.objective, spread, **sizes).total / 1e9
 
 
 def count_processes(arguments: argparse.Namespace) -> None:

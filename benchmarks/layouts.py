@@ -9,7 +9,8 @@ Over NCCL where each process has a GPU, over gloo on CPUs. One global batch with
 every layout that the number of processes allows, against those of the first layout, or of the file of another run. The
 difference of gradients is the largest over all tensors of |<g - g', r>| / |g'|, r being fixed random numbers of
 variance 1: an estimate of the relative error. Tokens of text per second are of all processes, over the median step; MFU
-is of an H200's bf16 peak; memory is the peak of the fullest process, in bf16 beside what ``nemo dllm plan`` expects.
+is of an H200's bf16 peak; memory is the peak of the fullest process, on GPUs in bf16 beside what ``nemo-dllm plan``
+expects.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from layout_models import (  # noqa: E402
     forget_layout,
     layout_name,
     model_of,
+    planned_memory,
     strategy_of,
     trainer_of,
 )
@@ -56,8 +58,6 @@ from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule 
 from nemo_dllm.collections.diffusion.models.fsdp_state import gradient_parts  # noqa: E402
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel  # noqa: E402
 from nemo_dllm.collections.diffusion.training.flops import H200_BF16_FLOPS, train_flops_per_token  # noqa: E402
-from nemo_dllm.recipes.builder import layout_of_strategy  # noqa: E402
-from nemo_dllm.recipes.memory import estimate_training_memory  # noqa: E402
 
 WARMUP = 2
 """Steps that are not timed."""
@@ -198,6 +198,7 @@ def measure(arguments: argparse.Namespace, layout: str) -> dict:
         global_batch_size=arguments.sequences,
         num_val_rows=arguments.sequences,
     )
+    planned = planned_memory(arguments, layout, model)
     trainer.fit(model, data)
     figures = torch.tensor(
         [meter.loss, statistics.median(meter.seconds[WARMUP:]), torch.cuda.max_memory_allocated() / 1e9]
@@ -209,16 +210,8 @@ def measure(arguments: argparse.Namespace, layout: str) -> dict:
     block, views = model.objective.block_size, model.objective.views
     flops = train_flops_per_token(model.config, model.config.vocab_size, arguments.length, block, views)
     mfu = 100 * speed * flops / H200_BF16_FLOPS / torch.distributed.get_world_size()
-    planned = estimate_training_memory(
-        model.config,
-        model.objective,
-        layout_of_strategy(strategy_of(layout), arguments.processes),
-        seq_length=arguments.length,
-        micro_batch_size=arguments.micro_batch,
-        global_batch_size=arguments.sequences,
-    )
     row = {"loss": loss, "gradients": meter.gradients, "speed": speed, "mfu": mfu}
-    return row | {"memory": memory, "planned": planned.total / 1e9}
+    return row | {"memory": memory, "planned": planned}
 
 
 def fits(layout: str, processes: int, experts: int) -> bool:

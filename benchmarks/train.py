@@ -138,7 +138,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     flops = train_flops_per_token(
         model.config, model.logical_vocab_size, arguments.length, model.objective.block_size, model.objective.views
     )
-    if arguments.profile:
+    if arguments.profile and RANK == 0:
         with open(arguments.profile, "w") as file:
             for column in ("self_device_time_total", "self_cpu_time_total"):
                 file.write(clock.profiler.key_averages().table(sort_by=column, row_limit=60, max_name_column_width=90))

@@ -76,10 +76,10 @@ json.dump([began, time.time(), *map(os.environ.get, names)], file)
 def test_groups_take_turns_with_the_devices(gpu, tmp_path):
     code = shlex.quote(SAY.replace("{", "{{").replace("}", "}}"))
     sizes = {"pair": 2, "left": 1, "all": 3, "right": 1}
-    groups = [
-        gpu.Group(size, 1, 60, {name + end: f"python -c {code} {{out}} {name}{end}" for end in "12"})
+    groups = {
+        name: gpu.Group(size, 1, 60, {name + end: f"python -c {code} {{out}} {name}{end}" for end in "12"})
         for name, size in sizes.items()
-    ]
+    }
     arguments = argparse.Namespace(
         out=tmp_path, files=tmp_path, only=None, devices=[0, 2, 5], deadline=time.monotonic() + 60
     )
@@ -97,6 +97,21 @@ def test_groups_take_turns_with_the_devices(gpu, tmp_path):
     assert told["pair1"][0] < told["left2"][1] and told["left1"][0] < told["pair2"][1]
     for _, _, visible, *ports in told.values():
         assert ports == [str(29600 + 100 * int(visible.split(",")[0]))] * 2
+
+
+def test_a_group_waits_for_that_whose_files_it_reads(gpu, tmp_path):
+    code = shlex.quote(SAY.replace("{", "{{").replace("}", "}}"))
+    groups = {
+        name: gpu.Group(1, 1, 60, {name: f"python -c {code} {{out}} {name}"}, after=after)
+        for name, after in (("one", None), ("other", None), ("pair", "one"), ("alone", "absent"))
+    }
+    arguments = argparse.Namespace(
+        out=tmp_path, files=tmp_path, only=None, devices=[0, 1, 2, 3], deadline=time.monotonic() + 60
+    )
+    with (tmp_path / "console").open("w") as file:
+        assert gpu.run_side_by_side(groups, arguments, Console(file=file)) == [0] * 4
+    told = {name: json.loads((tmp_path / name).read_text()) for name in groups}
+    assert told["pair"][0] >= told["one"][1] and told["other"][0] < told["one"][1]
 
 
 def test_more_devices_than_there_are(gpu, monkeypatch, tmp_path, capsys):

@@ -35,7 +35,9 @@ def test_messages_in_the_words_of_a_command_line(message, shown):
 
 
 def test_a_place_without_a_name_keeps_its_traceback():
-    assert not is_for_users(OSError(errno.EPERM, "Operation not permitted"))
+    with pytest.raises(PermissionError) as raised:
+        raise OSError(errno.EPERM, "Operation not permitted")
+    assert not is_for_users(raised.value)
 
 
 @pytest.mark.parametrize(
