@@ -75,3 +75,16 @@ def test_registered_policy(table_model):
         assert generate(model, [[1]], SamplerConfig(4, remasking="rightmost"), mask_token_id=9).steps == 4
     finally:
         REMASKING_POLICIES.pop("rightmost")
+
+
+def test_a_policy_that_knows_no_order_is_named(table_model):
+    try:
+
+        @register_remasking("lost")
+        def lost(proposed):
+            return torch.full((len(proposed.tokens_N),), float("nan"))
+
+        with pytest.raises(ValueError, match="remasking='lost' scored a prediction as NaN"):
+            generate(table_model({}), [[1]], SamplerConfig(4, remasking="lost"), mask_token_id=9)
+    finally:
+        REMASKING_POLICIES.pop("lost")

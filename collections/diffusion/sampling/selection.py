@@ -68,7 +68,8 @@ def judge(predictions: Predictions, config: SamplerConfig) -> Judged:
     """Score predictions and bring them to the CPU: the one time in a step that it waits for the device.
 
     Raises:
-        ValueError: the model's logits leave no token to choose: there are NaN among them, or no finite one.
+        ValueError: the model's logits leave no token to choose: there are NaN among them, or no finite one; or a
+            policy gives NaN.
     """
     scores_N = REMASKING_POLICIES[config.remasking](predictions)
     if config.remasking_temperature > 0:
@@ -84,6 +85,8 @@ def judge(predictions: Predictions, config: SamplerConfig) -> Judged:
             "the model's logits are NaN, or -inf for every token that may be chosen; check its weights, and its dtype: "
             "float16 overflows where bfloat16 does not"
         )
+    if any(map(isnan, scores)):
+        raise ValueError(f"remasking={config.remasking!r} scored a prediction as NaN, which has no place in an order")
     return Judged(list(map(int, tokens)), scores, probabilities)
 
 
