@@ -113,6 +113,29 @@ def test_parquet_files(tmp_path):
     assert rows_in(file) == []
 
 
+@pytest.mark.parametrize("damage", ["cut", "lost", "state", "empty"])
+def test_damaged_datasets_are_named(tmp_path, damage):
+    Dataset.from_dict({"text": [] if damage == "empty" else ["a", "b"]}).save_to_disk(tmp_path / "saved")
+    arrow = tmp_path / "saved" / "data-00000-of-00001.arrow"
+    {
+        "cut": lambda: os.truncate(arrow, 100),
+        "lost": arrow.unlink,
+        "state": lambda: (tmp_path / "saved" / "state.json").write_text("{}"),
+        "empty": lambda: None,
+    }[damage]()
+    with pytest.raises(ValueError, match="saved' cannot be read as a dataset that `save_to_disk` wrote: .*; it is dam"):
+        find_sources([tmp_path / "saved"])
+
+
+def test_a_dataset_that_cannot_be_had(monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        FileNotFoundError, match=r"the dataset 'no/where' is no folder, and could not be had .* \(.+\)$"
+    ):
+        find_sources(["no/where"], format="dataset")
+
+
 def test_values_that_python_does_not_have(tmp_path):
     """A date of the year 150,000 costs its own row only."""
     dates = pa.array([0, 2**62], pa.timestamp("us"))

@@ -171,13 +171,27 @@ def load_dataset(name: str, split: str | None) -> "Dataset":
     """A dataset from a folder written by `save_to_disk`, or from the hub or its cache.
 
     Raises:
-        ValueError: it has several splits and none, or an unknown one, is named.
+        FileNotFoundError: there is no dataset of that name.
+        ValueError: the folder is damaged, or it has several splits and none, or an unknown one, is named.
     """
     import datasets
 
     if not Path(name).is_dir():
-        return datasets.load_dataset(name, split=split or "train")
-    loaded = datasets.load_from_disk(name)
+        try:
+            return datasets.load_dataset(name, split=split or "train")
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None):  # the system's own, such as a full disk
+                raise
+            raise FileNotFoundError(
+                f"the dataset '{name}' is no folder, and could not be had from the Hugging Face Hub or its cache "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+    try:
+        loaded = datasets.load_from_disk(name)
+    except (OSError, ValueError, LookupError) as error:
+        raise ValueError(
+            f"'{name}' cannot be read as a dataset that `save_to_disk` wrote: {error}; it is damaged, or holds no rows"
+        ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise ValueError(f"split={split!r} is not in the dataset '{name}'; it has {', '.join(loaded)}")
