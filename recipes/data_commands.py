@@ -1,4 +1,7 @@
-"""``nemo dllm data``: the functions of the data room as commands, with their own parameters and defaults."""
+"""``nemo dllm data``: the functions of the data room as commands, with their own parameters and defaults.
+
+``nemo dllm preprocess`` is ``nemo dllm data preprocess``.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -9,7 +12,7 @@ from nemo_dllm.collections.diffusion.data.preprocess import preprocess
 from nemo_dllm.collections.diffusion.data.show import show_files
 from nemo_dllm.recipes.entrypoints import dllm_command
 
-NAMESPACE = "dllm.data"
+NAMESPACE, PARENT = "dllm.data", "dllm"
 # Of parameters that are annotated with more than a command line can give.
 TYPES = {
     "inputs": str | Sequence[str],
@@ -33,8 +36,10 @@ def _parameters(function: Callable) -> list[inspect.Parameter]:
     ]
 
 
-def _register(name: str, function: Callable, summary: str, show: Callable[[Any], None]) -> None:
-    """Offer a function as ``nemo dllm data NAME``; ``show`` gets what it returns."""
+def _register(
+    name: str, function: Callable, summary: str, show: Callable[[Any], None], namespace: str = NAMESPACE
+) -> None:
+    """Offer a function as ``nemo dllm data NAME``, or in another namespace; ``show`` gets what it returns."""
 
     def command(**given: Any) -> None:
         show(function(**given))
@@ -49,7 +54,7 @@ def _register(name: str, function: Callable, summary: str, show: Callable[[Any],
     dllm_command(
         command,
         name=name,
-        namespace=NAMESPACE,
+        namespace=namespace,
         help=f"{usage} (nemo-dllm data {name} --help explains them)",
     )
 
@@ -62,6 +67,7 @@ def _nothing(statistics: Any) -> None:
     """They are printed already."""
 
 
-_register("preprocess", preprocess, "Encode texts into .bin and .idx files.", _print_summary)
+for _namespace in (NAMESPACE, PARENT):
+    _register("preprocess", preprocess, "Encode texts into .bin and .idx files.", _print_summary, _namespace)
 _register("check", check_corpus, "Read a corpus from end to end.", print)
 _register("show", show_files, "Print rows as training reads them, and statistics.", _nothing)

@@ -94,8 +94,9 @@ def test_nemo_dllm_has_our_commands():
 
     from nemo_dllm.cli.sampling import COMMANDS
 
-    ours = {"recipes", "import_hf", "export_hf", "verify", *(command.name for command in COMMANDS)}
+    ours = {"recipes", "import_hf", "export_hf", "verify", "preprocess", *(command.name for command in COMMANDS)}
     assert ours <= set(list_entrypoints()["dllm"])
+    assert {"preprocess", "check", "show"} <= set(list_entrypoints()["dllm"]["data"])
 
 
 def test_import_and_export_by_nemo_and_by_us(single_process, monkeypatch, capsys, tmp_path):
