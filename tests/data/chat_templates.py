@@ -57,3 +57,26 @@ NO_TOKENS = (
     "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}### assistant:\n{% endif %}"
 )
+
+# The system's words go into the first question, the assistant is called otherwise, and roles have to alternate.
+MERGING = (
+    "{% set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
+    "{% for m in (messages[1:] if system else messages) %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ system if loop.first else '' }}{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+)
+
+# A call takes the place of the words, and the field alone makes a turn a call.
+CALLING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n\n{% if 'tool_calls' in m %}"
+    "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
+    "{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content | trim }}{% endif %}<|im_end|>{% endfor %}"
+)
+
+# Thoughts are cut off, and the prompt of an answer has the mark that begins them.
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}A:{{ m.content.split('</think>')[-1] }}"
+    "{% else %}Q:{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>A:<think>\n{% endif %}"
+)

@@ -5,12 +5,22 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from nemo_dllm.collections.diffusion.data.chat import Conversation
+from nemo_dllm.collections.diffusion.data.chat import Conversation, read_conversation
 from nemo_dllm.collections.diffusion.data.chat_encoder import ChatEncoder
 from nemo_dllm.collections.diffusion.data.chat_template import ChatTemplate
 from nemo_dllm.collections.diffusion.data.tokenizer import byte_tokenizer, train_byte_bpe
 
-from .chat_templates import CHATML, INSTRUCTION, MARKED_CHATML, MARKED_WITHOUT_END, NO_TOKENS, THINKING
+from .chat_templates import (
+    CALLING,
+    CHATML,
+    FORGETFUL,
+    INSTRUCTION,
+    MARKED_CHATML,
+    MARKED_WITHOUT_END,
+    MERGING,
+    NO_TOKENS,
+    THINKING,
+)
 
 END = "<|im_end|>"
 
@@ -113,6 +123,38 @@ def test_calls_of_tools_are_answers(tokenizer):
     encoded = encoder_of(tokenizer, THINKING).encode(Conversation(messages))
     called = f"\n<tool_call>\n{json.dumps(call['function'])}\n</tool_call>"
     assert answers(tokenizer, encoded) == [called + END, "42" + END]
+
+
+def test_merged_system_and_renamed_roles(tokenizer):
+    conversation = chat("ok", " ok ", "ok", "ok")
+    conversation.messages.insert(0, {"role": "system", "content": "ok"})
+    encoded = encoder_of(tokenizer, MERGING).encode(conversation)
+    assert answers(tokenizer, encoded) == ["ok" + END] * 2
+    assert tokenizer.decode(encoded.ids).startswith(f"<|im_start|>user\nok\n\nok{END}\n<|im_start|>model\nok{END}")
+    with pytest.raises(ValueError, match="the chat template fails: roles must alternate"):
+        encoder_of(tokenizer, MERGING).encode(Conversation([*chat("a", "b").messages, *chat("a", "b").messages[1:]]))
+
+
+def test_a_field_of_calls_without_a_call(tokenizer):
+    """As data sets have it in every turn; the template would take each for a call."""
+    call = {"function": {"name": "add", "arguments": {"a": 12}}}
+    turns = [{"role": "user", "content": "q", "tool_calls": []}, {"role": "assistant", "tool_calls": [call]}]
+    turns += [{"role": "tool", "content": "42"}, {"role": "assistant", "content": "42", "tool_calls": []}]
+    encoded = encoder_of(tokenizer, CALLING).encode(read_conversation({"messages": turns}))
+    assert answers(tokenizer, encoded) == [json.dumps(call["function"]) + END, "42" + END]
+
+
+def test_thoughts_that_the_template_forgets(tokenizer):
+    encoded = encoder_of(tokenizer, FORGETFUL).encode(chat("a", THOUGHT + "1", "b", "<think>x</think>2"))
+    assert answers(tokenizer, encoded) == ["\n\n1" + END, "2" + END]
+    assert "think" not in tokenizer.decode(encoded.ids)
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING])
+def test_words_of_the_private_use_area(tokenizer, template):
+    """Symbols of some fonts: what stands for a turn must not be in the text."""
+    encoded = encoder_of(tokenizer, template).encode(chat("\ue000\ue001", "a\ue000b", "\ue002", "\ue003"))
+    assert answers(tokenizer, encoded) == ["a\ue000b" + END, "\ue003" + END]
 
 
 def test_stripped_answers_and_an_end_token_after_a_space(tokenizer):
