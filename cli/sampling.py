@@ -186,6 +186,7 @@ COMMANDS: Sequence[Command] = (
             _PATH,
             Option("system", str | None, "What the model is told beforehand."),
             Option("chat_template", Path | None, "File with a Jinja template (default: the tokenizer's).", None, True),
+            Option("template_variables", str | None, 'Its variables, as JSON, such as {"enable_thinking": false}.'),
             _WATCH,
             _REPLAY,
             _BEST,

@@ -81,7 +81,8 @@ def test_the_command_talks_line_by_line(single_process, template_file, tmp_path,
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"w5\n\n{long}\n/reset\nw5\n/quit\nw8\n"))
     replay = tmp_path / "replay.html"
     settings = {"max_new_tokens": 4, "threshold": None, "seed": 0}
-    options = {"system": None, "chat_template": template_file, "watch": False, "best": False, "preset": None}
+    options = {"system": None, "chat_template": template_file, "template_variables": None}
+    options |= {"watch": False, "best": False, "preset": None}
     chat(GOLDEN / "sdar", **options, replay=replay, settings=settings)
     printed = capsys.readouterr()
     first, second = printed.out.splitlines()
@@ -90,3 +91,21 @@ def test_the_command_talks_line_by_line(single_process, template_file, tmp_path,
     page = replay.read_text()
     # Answers alone are shown, under what was asked.
     assert page.count('"title": "w5"') == 8 and "w1 w5" not in page
+
+
+def test_variables_of_the_template(session, template_file, monkeypatch, capsys):
+    from nemo_dllm.collections.diffusion.inference.chat import Chat, chat
+
+    thinking = TEMPLATE.replace("w2{% endif %}", "w2{{ ' w8' if brief }}{% endif %}")
+    said = [Chat(session, None, thinking, variables).answer("w5") for variables in (None, {}, {"brief": True})]
+    assert said[0] == said[1] == Chat(session, None, TEMPLATE).answer("w5") != said[2]
+    template_file.write_text(thinking)
+    settings = {"max_new_tokens": 8, "threshold": None, "seed": 0}
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5\n"))
+    chat(GOLDEN / "sdar", None, template_file, '{"brief": true}', False, None, False, None, settings)
+    assert capsys.readouterr().out.strip() == said[2]
+    for text in ("[1]", "brief=true", "null"):
+        with pytest.raises(ValueError, match="is no JSON object; write"):
+            chat(GOLDEN / "sdar", None, template_file, text, False, None, False, None, settings)
+    with pytest.raises(ValueError, match="tokenize may not be set"):
+        Chat(session, None, thinking, {"tokenize": True})

@@ -1,5 +1,6 @@
 """Conversations with a model."""
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -23,15 +24,24 @@ class Chat:
         session: the model and its settings.
         system: what the model is told beforehand; None is nothing.
         chat_template: Jinja text; None is the tokenizer's own.
+        template_variables: of the template, such as ``enable_thinking``.
 
     Raises:
-        ValueError: there is no tokenizer, or no chat template.
+        ValueError: there is no tokenizer, or no chat template; or a name is none of a variable of templates.
     """
 
-    def __init__(self, session: Session, system: str | None = None, chat_template: str | None = None):
+    def __init__(
+        self,
+        session: Session,
+        system: str | None = None,
+        chat_template: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ):
         if session.model.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer, so there is no chat")
         self._template = ChatTemplate(session.model.tokenizer.tokenizer, chat_template)
+        self._variables = template_variables or {}
+        self._template.check_variables(self._variables)
         ends = (*session.config.stop_token_ids, *self._template.end_token_ids)
         config = replace(session.config, stop_token_ids=tuple(dict.fromkeys(ends)))
         self._session = replace(session, config=config)
@@ -50,7 +60,7 @@ class Chat:
         """
         session, model = self._session, self._session.model
         messages = [*self.messages, {"role": "user", "content": text}]
-        tokens = self._template.prompt(messages, {})
+        tokens = self._template.prompt(messages, self._variables)
         session.check_length(f"the conversation ({RESET} starts anew)", len(tokens))
         config = replace(session.config, max_length=min(model.seq_length, session.config.max_length or sys.maxsize))
         steps = generate_stream(model.denoiser, [tokens], config, decode=model.decode, **session.canvas())
@@ -65,6 +75,7 @@ def chat(
     path: str | Path,
     system: str | None,
     chat_template: Path | None,
+    template_variables: str | None,
     watch: bool | None,
     replay: Path | None,
     best: bool,
@@ -72,9 +83,9 @@ def chat(
     settings: Mapping[str, Any],
 ) -> None:
     """Talk until the end of standard input; see ``cli.sampling`` for the arguments."""
-    template = read_template(chat_template)
+    template, variables = read_template(chat_template), _read_variables(template_variables)
     session = open_session(path, best=best, preset=preset, settings=settings, watch=watch, replay=replay)
-    conversation = Chat(session, system, template)
+    conversation = Chat(session, system, template, variables)
     console = Console(stderr=True)
     # A terminal has the answer already.
     on_screen = session.screen is not None and session.screen.is_terminal and sys.stdout.isatty()
@@ -99,6 +110,17 @@ def chat(
     finally:
         if session.replay is not None:
             session.replay.write()
+
+
+def _read_variables(text: str | None) -> dict[str, Any]:
+    """Variables of a template from JSON."""
+    try:
+        variables = json.loads(text or "{}")
+    except json.JSONDecodeError:
+        variables = None
+    if not isinstance(variables, dict):
+        raise ValueError(f'template_variables={text} is no JSON object; write {{"enable_thinking": false}}, say')
+    return variables
 
 
 def _said(console: Console) -> Iterator[str]:
