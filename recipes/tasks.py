@@ -20,6 +20,7 @@ from nemo_dllm.collections.diffusion.models.layout_options import check_layout_o
 from nemo_dllm.collections.diffusion.models.lora import LoRA
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.objectives import Objective
+from nemo_dllm.recipes.cpu_memory import check_cpu_memory
 from nemo_dllm.recipes.start import start_from
 
 OPTIMIZERS = ("adam", "sgd")
@@ -49,6 +50,7 @@ def pretrain(
     """
     with refused_once():
         check_settings(model, data, trainer)
+        check_cpu_memory(model, data, trainer)
         _check_optimizer(optim)
     start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}
     resume = start_from(init_from, resume, **start)
@@ -78,6 +80,8 @@ def finetune(
     """
     with refused_once():
         check_settings(model, data, trainer)
+        if peft is None:
+            check_cpu_memory(model, data, trainer)
         _check_optimizer(optim)
     _check_adapters(peft, model, trainer.strategy, resume, init_from)
     start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}

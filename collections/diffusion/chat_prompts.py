@@ -31,7 +31,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None):
         if template is None and not tokenizer.chat_template:
             raise ValueError(
-                "the tokenizer has no chat template; give chat_template=FILE (a server is started with it), or "
+                "the tokenizer has no chat template; give chat_template=FILE when this starts, or "
                 "continue texts instead"
             )
         self._tokenizer, self._template = tokenizer, template

@@ -12,7 +12,7 @@ def trainer():
     from nemo_dllm.collections.diffusion.training.metrics import DiffusionMetrics
 
     metrics = DiffusionMetrics()
-    trainer = SimpleNamespace(max_steps=20, global_step=0, callbacks=[object(), metrics])
+    trainer = SimpleNamespace(max_steps=20, global_step=0, log_every_n_steps=1, callbacks=[object(), metrics])
     trainer.latest = metrics.latest
     return trainer
 
@@ -67,6 +67,16 @@ def test_a_tenth_of_the_run_by_default_and_a_step_at_least(start, trainer, capsy
 def test_nothing_is_made_up_before_the_first_metrics(start, trainer, capsys):
     train(start(), trainer, 2)
     assert capsys.readouterr().out.split() == ["step", "2/20"]
+
+
+@pytest.mark.parametrize(
+    "max_steps, lines", [(25, ["10/25  loss 1.250", "20/25  loss 2.500", "25/25"]), (4, ["4/4"])], ids=str
+)
+def test_lines_where_metrics_are_new_and_at_the_end(start, trainer, capsys, max_steps, lines):
+    trainer.log_every_n_steps, trainer.max_steps = 10, max_steps
+    train(start(), trainer, max_steps)
+    printed = [line.removesuffix("  12,346 tokens/s") for line in capsys.readouterr().out.splitlines()]
+    assert printed == [f"step {line}" for line in lines]
 
 
 def test_one_line_for_a_validation(start, trainer, capsys):

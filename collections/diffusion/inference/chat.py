@@ -89,7 +89,7 @@ def chat(
     console = Console(stderr=True)
     # A terminal has the answer already.
     on_screen = session.screen is not None and session.screen.is_terminal and sys.stdout.isatty()
-    if sys.stdin.isatty():
+    if sys.stdin is not None and sys.stdin.isatty():
         console.print(f"{RESET} starts anew, {QUIT} or the end of input ends.", style="dim")
     try:
         for text in _said(console):
@@ -124,8 +124,8 @@ def _read_variables(text: str | None) -> dict[str, Any]:
 
 
 def _said(console: Console) -> Iterator[str]:
-    """What the user types, line by line, without empty lines."""
-    while True:
+    """What the user types, line by line, without empty lines; nothing where standard input is closed."""
+    while sys.stdin is not None:
         try:
             text = console.input("[bold]> [/]") if sys.stdin.isatty() else input()
         except EOFError:

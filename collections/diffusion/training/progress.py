@@ -1,5 +1,7 @@
 """The progress of a run on the console."""
 
+import math
+
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
@@ -55,9 +57,15 @@ class RunProgress(ProgressBar):
             return
         state = self._state(trainer)
         self._progress.update(self._task, completed=trainer.global_step, state=state)
-        interval = max(1, round(trainer.max_steps * self.plain_interval))
-        if not self._console.is_terminal and trainer.global_step % interval == 0:
-            self._console.print(f"step {trainer.global_step}/{trainer.max_steps}  {state}")
+        if not self._console.is_terminal:
+            self._print_plainly(trainer, state)
+
+    def _print_plainly(self, trainer: pl.Trainer, state: str) -> None:
+        """A line where metrics are new, and one for the last step."""
+        step, logged = trainer.global_step, max(trainer.log_every_n_steps, 1)
+        interval = math.ceil(max(round(trainer.max_steps * self.plain_interval), 1) / logged) * logged
+        if step % interval == 0 or step == trainer.max_steps:
+            self._console.print(f"step {step}/{trainer.max_steps}  {state if step % logged == 0 else ''}".rstrip())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the likelihood of the validation data."""
