@@ -79,8 +79,8 @@ def records_of(source: Source, part_bytes: int = 2**22) -> Iterator[Record]:
     if read is None:
         known = ", ".join(name for name, reader in _READERS.items() if reader.records)
         raise ValueError(
-            f"{source.name}: is of format {source.format}, whose rows have no fields; known: {known}. Texts are encoded "
-            "first (nemo-dllm data preprocess), and shown as a corpus"
+            f"{source.name}: is of format {source.format}, whose rows have no fields; known: {known}. Texts are "
+            "encoded first (nemo-dllm data preprocess), and shown as a corpus"
         )
     for part in parts_of(source, part_bytes):
         with _naming(part.source, part.format):
