@@ -188,13 +188,13 @@ def _check_sizes(place: str, owner: object, names: tuple[str, ...]) -> None:
 
 
 def _check_optimizer(optim: OptimizerModule | None) -> None:
-    """Check what Megatron refuses late, or takes and learns nothing with."""
+    """Check what Megatron refuses late."""
     config = getattr(optim, "config", None)
     optimizer, rate = getattr(config, "optimizer", "adam"), getattr(config, "lr", None)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optim.config.optimizer={optimizer!r} is unknown; choose from {', '.join(OPTIMIZERS)}")
-    if rate is not None and not 0 < rate < math.inf:
-        raise ValueError(f"optim.config.lr={rate} must be above 0 and finite")
+    if rate is not None and not 0 <= rate < math.inf:
+        raise ValueError(f"optim.config.lr={rate} must be at least 0 and finite")
     warmup = getattr(getattr(optim, "lr_scheduler", None), "warmup_steps", None)
     if warmup is not None and warmup < 0:
         raise ValueError(f"optim.lr_scheduler.warmup_steps={warmup} must be at least 0")

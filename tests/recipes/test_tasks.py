@@ -227,8 +227,8 @@ def test_what_torch_itself_takes_is_let_through(check, tiny):
 @pytest.mark.parametrize(
     "owner, field, value, text",
     [
-        ("config", "lr", -1.0, "optim.config.lr=-1.0 must be above 0 and finite"),
-        ("config", "lr", float("nan"), "optim.config.lr=nan must be above 0 and finite"),
+        ("config", "lr", -1.0, "optim.config.lr=-1.0 must be at least 0 and finite"),
+        ("config", "lr", float("nan"), "optim.config.lr=nan must be at least 0 and finite"),
         ("config", "optimizer", "lion", "optim.config.optimizer='lion' is unknown; choose from adam, sgd"),
         ("lr_scheduler", "warmup_steps", -1, "optim.lr_scheduler.warmup_steps=-1 must be at least 0"),
     ],
