@@ -53,24 +53,12 @@ def forks():
         process.kill()
 
 
-class TinyAttention:
-    """Two layers of attention with random weights and positions, over the canvas or with any cache.
+class AttendingModel:
+    """A model as samplers call it, over the canvas or with any cache, but for its layers.
 
-    Args:
-        vocabulary: tokens.
-        block_size: of block-causal attention over the canvas; None is bidirectional.
-        dtype, scale: of the logits; all else is float64, in which sums over hidden keys add exact zeros.
-
-    ``passes`` keeps the shape of every pass.
+    Those are ``_forward(tokens_BL, positions_BL, visible_BLS, store)``, where ``store(layer, keys, values)`` gives the
+    keys and values to attend to. ``block_size`` is that of block-causal attention over the canvas, None without blocks.
     """
-
-    def __init__(self, vocabulary, block_size=None, *, seed=3, dtype=torch.float64, scale=4.0):
-        generator = torch.Generator().manual_seed(seed)
-        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-        self.embeddings_VE, self.positions_TE = draw(vocabulary, 8), draw(128, 8)
-        self.layers = draw(2, 3, 8, 8) / 3
-        self.block_size, self.dtype, self.scale = block_size, dtype, scale
-        self.passes = []
 
     def __call__(self, tokens_BT, *, key_mask_BT=None):
         keys_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if key_mask_BT is None else key_mask_BT
@@ -99,6 +87,26 @@ class TinyAttention:
 
     def _cached(self, tokens_BL, positions_BL, cache, window):
         return self._forward(tokens_BL, positions_BL, window.visible_BLS, lambda i, k, v: cache.write(i, window, k, v))
+
+
+class TinyAttention(AttendingModel):
+    """Two layers of attention with random weights and positions, over the canvas or with any cache.
+
+    Args:
+        vocabulary: tokens.
+        block_size: of block-causal attention over the canvas; None is bidirectional.
+        dtype, scale: of the logits; all else is float64, in which sums over hidden keys add exact zeros.
+
+    ``passes`` keeps the shape of every pass.
+    """
+
+    def __init__(self, vocabulary, block_size=None, *, seed=3, dtype=torch.float64, scale=4.0):
+        generator = torch.Generator().manual_seed(seed)
+        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+        self.embeddings_VE, self.positions_TE = draw(vocabulary, 8), draw(128, 8)
+        self.layers = draw(2, 3, 8, 8) / 3
+        self.block_size, self.dtype, self.scale = block_size, dtype, scale
+        self.passes = []
 
     def _forward(self, tokens_BL, positions_BL, visible_BLS, store):
         self.passes.append(tuple(tokens_BL.shape))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from nemo_dllm.collections.diffusion.sampling import KVCache
+from ..conftest import AttendingModel
 
 MODELS = Path(__file__).parents[1] / "golden" / "models"
 
@@ -70,7 +70,7 @@ def context_model():
     return ContextModel
 
 
-class TinyDecoder:
+class TinyDecoder(AttendingModel):
     """A transformer of a golden checkpoint in plain torch, as a function and as an object with a cache.
 
     Weights go by the names of Hugging Face's Qwen; ``ALIASES`` holds how other families call them.
@@ -116,40 +116,6 @@ class TinyDecoder:
             if ".self_attn." not in name:
                 name = name.replace(projection, f"self_attn.{projection}")
         return name
-
-    def __call__(self, tokens_BT, *, key_mask_BT=None):
-        """Bidirectional, or block-causal with a block size; positions count the keys."""
-        keys_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if key_mask_BT is None else key_mask_BT
-        positions_BT = (keys_BT.cumsum(dim=1) - 1).clamp_min(0)
-        blocks_BT = positions_BT // (self.block_size or tokens_BT.shape[1])
-        visible_BTT = keys_BT[:, None] & (blocks_BT[:, None] <= blocks_BT[:, :, None])
-        return self._forward(tokens_BT, positions_BT, visible_BTT, lambda layer, keys, values: (keys, values))
-
-    def new_cache(self, rows, positions):
-        return KVCache(rows, positions)
-
-    def denoise(self, tokens_BL, positions_BL, cache, *, key_mask_BL):
-        window = cache.window(positions_BL, key_mask_BL)
-        return self._forward(
-            tokens_BL, positions_BL, window.visible_BLS, lambda layer, k, v: cache.write(layer, window, k, v)
-        )
-
-    def score_and_keep(self, tokens_BL, positions_BL, cache, rows_N, columns_N, *, key_mask_BL, kept_BL):
-        window = cache.window(positions_BL, key_mask_BL)
-        logits_BLV = self._forward(
-            tokens_BL, positions_BL, window.visible_BLS, lambda layer, k, v: cache.write(layer, window, k, v)
-        )
-        cache.hold(window, kept_BL)
-        return logits_BLV[rows_N, columns_N]
-
-    def commit(self, tokens_BL, positions_BL, cache, *, key_mask_BL, blocks_BL):
-        window = cache.window(positions_BL, key_mask_BL, blocks_BL)
-        logits_BLV = self._forward(
-            tokens_BL, positions_BL, window.visible_BLS, lambda layer, k, v: cache.write(layer, window, k, v)
-        )
-        cache.hold(window)
-        last_B = (key_mask_BL.sum(dim=1) - 1).clamp_min(0)
-        return logits_BLV[torch.arange(len(last_B)), last_B]
 
     def _forward(self, tokens_BL, positions_BL, visible_BLS, store):
         self.passes += 1
