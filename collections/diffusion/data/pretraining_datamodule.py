@@ -162,7 +162,11 @@ class PretrainingDataModule(DiffusionDataModule):
         )
 
     def _stream(self, corpus: TokenFile, first: int, last: int) -> DocumentStream:
-        return DocumentStream(corpus, first, last, vocabulary_size(self.tokenizer.tokenizer), self.bos_token_id)
+        return DocumentStream(corpus, first, last, self._vocabulary_size, self.bos_token_id)
+
+    @cached_property
+    def _vocabulary_size(self) -> int:
+        return vocabulary_size(self.tokenizer.tokenizer)
 
 
 def _borders(num_documents: int, shares: Sequence[float]) -> list[int]:
