@@ -57,11 +57,14 @@ class _GroupedLinear(torch.autograd.Function):
         grads_FH = (None,) * len(weights_FH)
         if any(ctx.needs_input_grad[3:]):
             grads_EFH = F.grouped_mm(grad_TF.t(), x_TH, offs=end_E)
-            buffers = [getattr(weight, "main_grad", None) for weight in weights_FH]
-            have_buffers = all(buffer is not None and buffer.dtype == torch.float32 for buffer in buffers)
-            in_place = ctx.in_place and have_buffers and all(ctx.needs_input_grad[3:])
+            in_place = ctx.in_place and all(ctx.needs_input_grad[3:]) and all(map(_has_buffer, weights_FH))
             grads_FH = _add_in_place(grads_EFH, weights_FH) if in_place else grads_EFH.unbind()
         return grad_TH, None, None, *grads_FH
+
+
+def _has_buffer(weight: Tensor) -> bool:
+    buffer = getattr(weight, "main_grad", None)
+    return buffer is not None and buffer.dtype == torch.float32
 
 
 def _add_in_place(grads_EFH: Tensor, weights_FH: Sequence[Tensor]) -> tuple[Tensor, ...]:
