@@ -180,10 +180,15 @@ def planned_memory(arguments: argparse.Namespace, layout: str, model: DiffusionM
     """GB of the fullest process; NaN but for bf16 on GPUs."""
     if arguments.precision != "bf16" or not torch.cuda.is_available():
         return float("nan")
-    sizes = {"seq_length": arguments.length, "micro_batch_size": arguments.micro_batch}
-    spread = layout_of_strategy(strategy_of(layout), arguments.processes)
-    sizes["global_batch_size"] = arguments.sequences
-    return estimate_training_memory(model.config, model.objective, spread, **sizes).total / 1e9
+    estimate = estimate_training_memory(
+        model.config,
+        model.objective,
+        layout_of_strategy(strategy_of(layout), arguments.processes),
+        seq_length=arguments.length,
+        micro_batch_size=arguments.micro_batch,
+        global_batch_size=arguments.sequences,
+    )
+    return estimate.total / 1e9
 
 
 def count_processes(arguments: argparse.Namespace) -> None:

@@ -210,8 +210,8 @@ def measure(arguments: argparse.Namespace, layout: str) -> dict:
     block, views = model.objective.block_size, model.objective.views
     flops = train_flops_per_token(model.config, model.config.vocab_size, arguments.length, block, views)
     mfu = 100 * speed * flops / H200_BF16_FLOPS / torch.distributed.get_world_size()
-    row = {"loss": loss, "gradients": meter.gradients, "speed": speed, "mfu": mfu}
-    return row | {"memory": memory, "planned": planned}
+    costs = {"speed": speed, "mfu": mfu, "memory": memory, "planned": planned}
+    return {"loss": loss, "gradients": meter.gradients, **costs}
 
 
 def fits(layout: str, processes: int, experts: int) -> bool:

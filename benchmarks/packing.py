@@ -10,7 +10,6 @@ of each step's tokens over its time. Without a tokenizer, one is trained on the 
 """
 
 import argparse
-import gc
 import json
 import statistics
 import tempfile
@@ -103,7 +102,6 @@ def main() -> None:
         for way in WAYS:
             rows.append(measure(arguments, way, tokenizer, Path(folder)))
             forget_layout()
-            gc.collect()
             torch.cuda.empty_cache()
     for row in rows:
         row["ratio"] = round(row["tokens/s"] / rows[0]["tokens/s"], 2)
