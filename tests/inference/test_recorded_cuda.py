@@ -123,15 +123,15 @@ def test_the_sampler_writes_the_same(both, loaded, fields):
     assert recorded == plain and all(recorded)
 
 
-def test_a_cache_is_forgotten_with_its_passes(both):
-    cache = both[0].new_cache(1, 8)
-    for step in range(3):
-        tokens_BL = canvas(step, 1, 4)
-        positions_BL = torch.arange(4).cuda()[None]
-        both[0].denoise(tokens_BL, positions_BL, cache, key_mask_BL=torch.ones_like(tokens_BL, dtype=torch.bool))
-    assert len(both[0]._cache_passes) == 1
-    del cache
-    assert len(both[0]._cache_passes) == 0
+def test_a_cache_is_forgotten_with_its_passes_and_the_next_one_is_recorded(both):
+    tokens_BL, positions_BL = canvas(0, 1, 4), torch.arange(4).cuda()[None]
+    for _ in range(3):
+        cache = both[0].new_cache(1, 8)
+        for _ in range(3):
+            both[0].denoise(tokens_BL, positions_BL, cache, key_mask_BL=torch.ones_like(tokens_BL, dtype=torch.bool))
+        assert len(both[0]._cache_passes) == 1 and graphs(both[0]._cache_passes[cache]) == ["denoise"]
+        del cache
+        assert len(both[0]._cache_passes) == 0
 
 
 def test_rotary_frequencies_that_were_made_on_the_cpu(both):

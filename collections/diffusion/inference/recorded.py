@@ -29,9 +29,10 @@ class Recorder:
     def __init__(self, device: torch.device):
         self.works = True
         self._device = device
-        # Memory is shared by graphs that were recorded on one stream, and are never replayed at the same time.
+        # Memory is shared by graphs that were recorded on one stream, and are never replayed at the same time. A pool
+        # that only graphs hold is dead with the last of them.
         with torch.cuda.device(device):
-            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.MemPool()
 
     def record(self, run: Run, inputs: tuple[Tensor, ...]) -> "Graph | None":
         """The pass as a graph; None where it cannot be recorded, of which a warning says why."""
@@ -48,20 +49,23 @@ class Recorder:
 
     def _capture(self, run: Run, inputs: list[Tensor]) -> "Graph":
         graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self._device.index]
+        before = generator.clone_state()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            # Not torch.cuda.graph, which collects garbage first, for longer than a pass. Other threads may go on.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                # Not torch.cuda.graph, which collects garbage first, for longer than a pass. Other threads may go on.
+                graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
                 output = run(*inputs)
+                graph.capture_end()
             except BaseException:
                 with suppress(RuntimeError):
                     graph.capture_end()
-                # A capture that was invalidated does not get so far.
+                # A capture that was invalidated does not get so far: the pool still gives all memory, and nothing noise.
                 with suppress(RuntimeError):
-                    torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+                    torch._C._cuda_endAllocateToPool(self._device.index, self._pool.id)
+                generator.graphsafe_set_state(before)
                 raise
-            graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         return Graph(graph, inputs, output)
 

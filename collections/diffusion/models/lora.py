@@ -96,9 +96,17 @@ def _require_gradient(embedding: torch.nn.Module, inputs: tuple, output: Tensor)
 
 
 def add_adapters(module: torch.nn.Module, lora: NeMoLoRA) -> None:
-    """Wrap the linear layers of a built model, whichever layers the adapters were trained with."""
+    """Wrap the linear layers of a built model, on any device, whichever layers the adapters were trained with."""
     ours = LoRA(**{field.name: getattr(lora, field.name) for field in fields(NeMoLoRA) if field.init})
-    _replace(module, ours.transform)
+
+    def wrap(m: torch.nn.Module, name: str, prefix: str) -> torch.nn.Module:
+        wrapped = ours.transform(m, name, prefix)
+        if wrapped is not m:
+            # Megatron builds an adapter where it would train it.
+            wrapped.adapter.to(wrapped.to_wrap.weight.device)
+        return wrapped
+
+    _replace(module, wrap)
 
 
 @torch.no_grad()
