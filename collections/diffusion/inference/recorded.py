@@ -61,8 +61,8 @@ class Recorder:
             except BaseException:
                 with suppress(RuntimeError):
                     graph.capture_end()
-                # A capture that was invalidated does not get so far: without this all memory comes from the pool, and no
-                # noise from the generator.
+                # A capture that was invalidated does not get so far: without this all memory comes from the pool,
+                # and no noise from the generator.
                 with suppress(RuntimeError):
                     torch._C._cuda_endAllocateToPool(self._device.index, self._pool.id)
                 generator.graphsafe_set_state(before)
