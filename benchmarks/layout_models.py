@@ -4,11 +4,13 @@ import argparse
 import gc
 import os
 import re
+from collections import OrderedDict
+from types import FunctionType
 
 import nemo.lightning as nl
 import torch
 from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from nemo.collections import llm
 from nemo.collections.llm.gpt.model.qwen3 import (
     Qwen3Config1P7B,
@@ -44,6 +46,10 @@ MODELS = {
     "qwen3_30b_a3b": Qwen3Config30B_A3B,
     "llada2_mini": LLaDA2Config16B,
 }
+HOOKS = [
+    f"{maker.__qualname__}.<locals>.hook"
+    for maker in (DistributedDataParallel._make_backward_post_hook, DistributedDataParallel._make_forward_pre_hook)
+]
 OBJECTIVES = {"mdlm": (MaskedDiffusion, {}), "bd3lm": (BlockDiffusion, {"block_size": 32})}
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 RECOMPUTATIONS = {
@@ -213,7 +219,11 @@ def forget_layout() -> None:
     """Let the next layout begin anew in this process."""
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
-    # Modules and their hooks hold each other.
+    # Hooks hold the model. Autograd holds those on gradients, where no garbage collection looks, and a cache of
+    # Megatron's those on its rotary embeddings.
+    for hooks in [value for value in gc.get_objects() if type(value) is OrderedDict]:
+        if any(type(hook) is FunctionType and hook.__qualname__ in HOOKS for hook in hooks.values()):
+            hooks.clear()
     gc.collect()
     num_microbatches_calculator.unset_num_microbatches_calculator()
     tensor_parallel.get_cuda_rng_tracker().reset()
