@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 from nemo_dllm.console import import_nemo_quietly
@@ -76,6 +77,7 @@ SHAPES = {
 def build(shape: Shape, block_size: int | None, layers: int | None) -> MegatronDenoiser:
     """The model with random weights: bf16 on the GPU, fp32 elsewhere. Token 0 is the mask."""
     start_single_process()
+    block_size = shape.block_size and (block_size or shape.block_size)
     config = shape.config()
     config.apply_rope_fusion = False
     if layers is not None:
@@ -177,9 +179,9 @@ def _digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def canvas_forward(model: MegatronDenoiser, rows: int, arguments: argparse.Namespace) -> dict:
+def canvas_forward(model: MegatronDenoiser, rows: int, length: int, arguments: argparse.Namespace) -> dict:
     """The whole canvas at once, with logits of a block, as a sampler without a cache runs it at every step."""
-    size, length = arguments.block_size or model.block_size or CANVAS_BLOCK, arguments.context + arguments.new_tokens
+    size = arguments.block_size or model.block_size or CANVAS_BLOCK
     tokens_BT = torch.randint(1, model.core.logical_vocab_size, (rows, length), device=device_of(model))
     rows_N, positions_N = torch.ones_like(tokens_BT[:, :size]).nonzero(as_tuple=True)
     clock = Clock()
@@ -210,7 +212,7 @@ def block_step(model: MegatronDenoiser, rows: int, arguments: argparse.Namespace
     return measured_row(f"block of {size}", clock, pass_cost(model.core, rows, size, context + size, size), arguments)
 
 
-def sampler_run(model: MegatronDenoiser, rows: int, committed: int, cache: str | None, arguments) -> dict:
+def sampler_run(model: MegatronDenoiser, rows: int, cache: str | None, committed: int, arguments) -> dict:
     """The sampler with a fixed number of tokens per forward."""
     size = arguments.block_size or model.block_size or CANVAS_BLOCK
     config = SamplerConfig(
@@ -249,12 +251,11 @@ def device_of(model: MegatronDenoiser) -> torch.device:
 def measurements(model: MegatronDenoiser, rows: int, arguments: argparse.Namespace) -> list[Callable[[], dict]]:
     """What is measured for a batch, in order."""
     caches = arguments.caches or (["exact"] if model.block_size else ["none", "approximate_dual"])
-    runs = [
-        lambda committed=committed, cache=cache: sampler_run(model, rows, committed, cache, arguments)
-        for cache in (None if name == "none" else name for name in caches)
-        for committed in COMMITTED
-    ]
-    return [lambda: canvas_forward(model, rows, arguments), lambda: block_step(model, rows, arguments), *runs]
+    lengths = arguments.canvas or [arguments.context + arguments.new_tokens]
+    canvases = [partial(canvas_forward, model, rows, length, arguments) for length in lengths]
+    settings = product((None if name == "none" else name for name in caches), COMMITTED)
+    runs = [partial(sampler_run, model, rows, *setting, arguments) for setting in settings]
+    return [*canvases, partial(block_step, model, rows, arguments), *runs]
 
 
 def print_row(row: dict) -> None:
@@ -269,6 +270,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 128], help="rows")
     parser.add_argument("--context", type=int, default=512, help="tokens of a prompt; a multiple of the block size")
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--canvas", type=int, nargs="+", help="positions; default: those of a prompt and the new ones")
     parser.add_argument("--block-size", type=int, help="default: the model's; 32 for models without blocks")
     parser.add_argument("--layers", type=int, help="default: the model's")
     parser.add_argument("--caches", nargs="+", help="of the sampler: none, exact, approximate_prefix, ...")
@@ -276,10 +278,8 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--flops", type=float, default=H200_BF16_FLOPS, help="operations per second")
     parser.add_argument("--json", metavar="FILE", help="append rows as lines of JSON")
     arguments = parser.parse_args(given)
-    shape = SHAPES[arguments.shape]
-    block_size = shape.block_size and (arguments.block_size or shape.block_size)
     with torch.no_grad():
-        model = build(shape, block_size, arguments.layers)
+        model = build(SHAPES[arguments.shape], arguments.block_size, arguments.layers)
         for heads in (COLUMNS, ["---"] * len(COLUMNS)):
             print_row(dict(zip(COLUMNS, heads, strict=True)))
         for rows in arguments.batch:
