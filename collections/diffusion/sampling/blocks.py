@@ -88,7 +88,7 @@ def block_indices(holes_BT: Tensor, block_size: int | None, origin: str = "promp
         return torch.zeros_like(holes_BT, dtype=torch.int64)
     positions_BT = torch.arange(holes_BT.shape[1], device=holes_BT.device).expand_as(holes_BT)
     if origin == "prompt":
-        positions_BT = positions_BT - holes_BT.int().argmax(dim=1, keepdim=True)
+        positions_BT = positions_BT - (holes_BT.cumsum(dim=1) == 0).sum(dim=1, keepdim=True)
     return torch.div(positions_BT, block_size, rounding_mode="floor")
 
 
