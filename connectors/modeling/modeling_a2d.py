@@ -28,6 +28,7 @@ from transformers import (
     Qwen3PreTrainedModel,
 )
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
+from transformers.utils import can_return_tuple
 
 
 def attention_bias(attention_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -109,8 +110,20 @@ class DiffusionLM:
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
-        self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, output_hidden_states=False
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        inputs_embeds=None,
+        output_hidden_states=None,
+        token_type_ids=None,
+        use_cache=None,
+        cache_position=None,
+        labels=None,
+        past_key_values=None,
+        output_attentions=None,
     ):
         """Logits [batch, tokens, vocabulary]; see :func:`attention_bias` for the mask.
 
@@ -119,8 +132,19 @@ class DiffusionLM:
             attention_mask: see :func:`attention_bias`.
             position_ids: [batch or 1, tokens]; 0, 1, 2, ... where None.
             inputs_embeds: [batch, tokens, hidden] instead of ``input_ids``.
-            output_hidden_states: return the inputs of all layers too, and the output of the last norm.
+            output_hidden_states: return the inputs of all layers too, and the output of the last norm; None is
+                ``config.output_hidden_states``.
+            token_type_ids, use_cache, cache_position: without effect, for tokenizers and callers that give them: all
+                tokens are of one kind, and there is never a cache.
+            labels, past_key_values, output_attentions: None or False; there is no loss, no cache and no such output.
         """
+        for name, value in (("labels", labels), ("past_key_values", past_key_values)):
+            if value is not None:
+                raise TypeError(f"{name} must be None: the model has no loss of its own and no cache")
+        if output_attentions:
+            raise TypeError("output_attentions must be None or False: the layers keep no attention weights")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, output_hidden_states)
         return MaskedLMOutput(logits=self.lm_head(outputs.last_hidden_state), hidden_states=outputs.hidden_states)
 

@@ -48,6 +48,41 @@ def finite_without_keys(model, ids) -> bool:
     return all(model(ids, attention_mask=mask).logits.isfinite().all().item() for mask in (nothing, rows))
 
 
+# What tokenizers, pipelines and adapters pass along.
+CALLS = {
+    "token_type_ids": torch.zeros_like,
+    "use_cache": lambda ids: True,
+    "labels": lambda ids: None,
+    "past_key_values": lambda ids: None,
+    "output_attentions": lambda ids: False,
+    "return_dict": lambda ids: False,
+}
+
+
+@torch.no_grad()
+def changed_by_arguments(model, golden) -> dict[str, float]:
+    """Largest difference that each argument without effect makes to the logits, and each dtype of the mask."""
+    ids, mask = golden["padded_input_ids"], golden["padded_attention_mask"]
+    plain = model(ids, attention_mask=mask)[0]
+    calls = {name: {"attention_mask": mask, name: value(ids)} for name, value in CALLS.items()}
+    dtypes = (torch.bool, torch.int8, torch.float16, torch.float32)
+    calls |= {str(dtype): {"attention_mask": mask.to(dtype)} for dtype in dtypes}
+    return {name: (model(ids, **call)[0] - plain).abs().max().item() for name, call in calls.items()}
+
+
+def changed_by_checkpointing(model, golden) -> float:
+    """Largest difference that recomputed layers make to a gradient."""
+    model.train()
+    gradients = []
+    for prepare in (lambda: None, model.gradient_checkpointing_enable):
+        prepare()
+        model.zero_grad()
+        model(golden["padded_input_ids"], attention_mask=golden["padded_attention_mask"]).logits.square().sum().backward()
+        gradients.append(model.get_input_embeddings().weight.grad.clone())
+    model.eval()
+    return (gradients[1] - gradients[0]).abs().max().item()
+
+
 def facts(folder: Path) -> dict:
     golden = load_file(folder / "golden.safetensors")
     loaded = {}
@@ -58,6 +93,9 @@ def facts(folder: Path) -> dict:
             )
             loaded[f"{auto_class} {attention}"] = differences(model.eval(), golden)
     hidden = model(golden["input_ids"], output_hidden_states=True).hidden_states
+    model.config.output_hidden_states = True
+    assert len(model(golden["input_ids"]).hidden_states) == len(hidden)
+    model.config.output_hidden_states = False
     saved = folder / "saved"
     model.save_pretrained(saved)
     again = transformers.AutoModelForMaskedLM.from_pretrained(saved, trust_remote_code=True).eval()
@@ -66,6 +104,8 @@ def facts(folder: Path) -> dict:
         "loaded": loaded,
         "again": differences(again, golden),
         "finite": finite_without_keys(model, golden["input_ids"]),
+        "arguments": changed_by_arguments(model, golden),
+        "checkpointing": changed_by_checkpointing(again, golden),
         "hidden_states": [list(state.shape) for state in hidden],
         "causal": [layer.self_attn.is_causal for layer in model.model.layers],
         "generates": hasattr(model, "generate"),

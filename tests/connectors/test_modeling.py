@@ -95,6 +95,13 @@ def test_attends_in_both_directions_and_does_not_generate(loaded, name):
 
 
 @CHECKPOINTS
+def test_arguments_that_callers_pass_along_change_nothing(loaded, name):
+    facts = loaded[1][str(loaded[0][name])]
+    assert len(facts["arguments"]) == 10 and not any(facts["arguments"].values()), facts["arguments"]
+    assert facts["checkpointing"] == 0
+
+
+@CHECKPOINTS
 def test_saving_keeps_every_field_the_code_and_the_keys(loaded, name):
     folder, facts = loaded[0][name], loaded[1][str(loaded[0][name])]
     config = json.loads((folder / "config.json").read_text())
@@ -152,8 +159,8 @@ def test_refuses_two_inputs_and_what_it_does_not_do():
     with pytest.raises(ValueError, match="give either input_ids or inputs_embeds"):
         model(ids, inputs_embeds=torch.zeros(1, 2, 8))
     # Silence would be a loss, or a cache, of another model.
-    for argument in ({"labels": ids}, {"past_key_values": ()}):
-        with pytest.raises(TypeError, match=next(iter(argument))):
+    for argument in ({"labels": ids}, {"past_key_values": ()}, {"output_attentions": True}):
+        with pytest.raises(TypeError, match=f"{next(iter(argument))} must be None"):
             model(ids, **argument)
     embedded = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
     assert torch.equal(embedded, model(ids).logits)
