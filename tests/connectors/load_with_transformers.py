@@ -77,7 +77,8 @@ def changed_by_checkpointing(model, golden) -> float:
     for prepare in (lambda: None, model.gradient_checkpointing_enable):
         prepare()
         model.zero_grad()
-        model(golden["padded_input_ids"], attention_mask=golden["padded_attention_mask"]).logits.square().sum().backward()
+        logits = model(golden["padded_input_ids"], attention_mask=golden["padded_attention_mask"]).logits
+        logits.square().sum().backward()
         gradients.append(model.get_input_embeddings().weight.grad.clone())
     model.eval()
     return (gradients[1] - gradients[0]).abs().max().item()
