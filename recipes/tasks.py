@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nemo_dllm.collections.diffusion.attention.layers import have_transformer_engine
 from nemo_dllm.collections.diffusion.data.batch_sizes import check_batch_sizes
-from nemo_dllm.collections.diffusion.models.fsdp import is_fully_sharded
+from nemo_dllm.collections.diffusion.models.degrees import check_size
+from nemo_dllm.collections.diffusion.models.fsdp import check_distributed_optimizer, is_fully_sharded
 from nemo_dllm.collections.diffusion.models.layout import check_layout, refused_once
 from nemo_dllm.collections.diffusion.models.layout_options import check_layout_options
 from nemo_dllm.collections.diffusion.models.lora import LoRA
@@ -24,8 +25,10 @@ from nemo_dllm.recipes.cpu_memory import check_cpu_memory
 from nemo_dllm.recipes.start import start_from
 
 OPTIMIZERS = ("adam", "sgd")
-LAYOUT_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-MODEL_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+MODEL_SIZES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("vocab_size", "num_moe_experts", "moe_ffn_hidden_size"),
+)
 
 
 def pretrain(
@@ -51,7 +54,7 @@ def pretrain(
     with refused_once():
         check_settings(model, data, trainer)
         check_cpu_memory(model, data, trainer)
-        _check_optimizer(optim)
+        _check_optimizer(optim, trainer.strategy)
     start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}
     resume = start_from(init_from, resume, **start)
     return llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
@@ -82,7 +85,7 @@ def finetune(
         check_settings(model, data, trainer)
         if peft is None:
             check_cpu_memory(model, data, trainer)
-        _check_optimizer(optim)
+        _check_optimizer(optim, trainer.strategy)
     _check_adapters(peft, model, trainer.strategy, resume, init_from)
     start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}
     resume = start_from(init_from, resume, **start, adapters=peft is not None)
@@ -101,15 +104,11 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
     _check_processes(trainer)
     _check_fields(strategy)
     _check_sizes("trainer", trainer, ("log_every_n_steps", "accumulate_grad_batches"))
-    _check_sizes("trainer.strategy", strategy, LAYOUT_SIZES)
     _check_sizes("model.config", config, MODEL_SIZES)
-    model_size = (
-        strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size * strategy.context_parallel_size
-    )
-    world_size = trainer.num_devices * trainer.num_nodes
-    check_layout(config, model.objective, trainer, data)
+    degrees = check_layout(config, model.objective, trainer, data)
     check_layout_options(config, strategy, model.transformer_impl)
-    check_batch_sizes(data.global_batch_size, data.micro_batch_size, world_size // model_size)
+    model_ranks = degrees.tensor * degrees.pipeline * degrees.context
+    check_batch_sizes(data.global_batch_size, data.micro_batch_size, trainer.world_size // model_ranks)
     _check_positions(config, data.seq_length)
     _check_rotary(config)
     _check_rows(model.objective, data, strategy)
@@ -183,16 +182,18 @@ def _check_fields(strategy: nl.MegatronStrategy) -> None:
 def _check_sizes(place: str, owner: object, names: tuple[str, ...]) -> None:
     for name in names:
         size = getattr(owner, name)
-        if size is not None and size < 1:
-            raise ValueError(f"{place}.{name}={size} must be at least 1")
+        if size is not None:
+            check_size(f"{place}.{name}", size)
 
 
-def _check_optimizer(optim: OptimizerModule | None) -> None:
+def _check_optimizer(optim: OptimizerModule | None, strategy: nl.MegatronStrategy) -> None:
     """Check what Megatron refuses late."""
     config = getattr(optim, "config", None)
     optimizer, rate = getattr(config, "optimizer", "adam"), getattr(config, "lr", None)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optim.config.optimizer={optimizer!r} is unknown; choose from {', '.join(OPTIMIZERS)}")
+    if is_fully_sharded(strategy):
+        check_distributed_optimizer(getattr(config, "use_distributed_optimizer", True))
     if rate is not None and not 0 <= rate < math.inf:
         raise ValueError(f"optim.config.lr={rate} must be at least 0 and finite")
     warmup = getattr(getattr(optim, "lr_scheduler", None), "warmup_steps", None)

@@ -43,11 +43,27 @@ CASES = {
     ),
     "no layer recomputed": (
         FULL | {"model.config.recompute_num_layers": 0},
-        "recompute_num_layers=0 must be between 1 and the 4 layers of a pipeline stage .*; set it to 1",
+        "recompute_num_layers=0 must be at least 1; set model.config.recompute_num_layers=1",
     ),
     "more layers recomputed than a stage has": (
         FULL | PIPELINE | {"model.config.recompute_num_layers": 3},
         "recompute_num_layers=3 must be between 1 and the 2 layers of a pipeline stage .*; set it to 2",
+    ),
+    "a text for a number of layers": (
+        FULL | {"model.config.recompute_num_layers": "2"},
+        "recompute_num_layers='2' must be a whole number of at least 1; set model.config.recompute_num_layers=2",
+    ),
+    "a balance that there is not": (
+        EXPERTS
+        | {
+            "model.config.moe_router_load_balancing_type": ["seq_aux_loss", "aux"],
+            "model.config.moe_aux_loss_coeff": [0.1, 0.1],
+        },
+        r"moe_router_load_balancing_type=\['seq_aux_loss', 'aux'\] is unknown; choose from aux_loss, seq_aux_loss, ",
+    ),
+    "a dispatcher that there is not": (
+        EXPERTS | {"model.config.moe_token_dispatcher_type": "ring"},
+        "moe_token_dispatcher_type='ring' is unknown; choose from allgather, alltoall, flex",
     ),
     "norms recomputed": (
         SELECTIVE | LOCAL | {"model.config.recompute_modules": ["core_attn", "layernorm"]},

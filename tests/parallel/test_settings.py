@@ -12,6 +12,8 @@ EXPERTS = {
     "model.config.moe_ffn_hidden_size": 96,
     "model.config.moe_router_topk": 2,
 }
+COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+LAST = ["decoder"] * 4 + ["loss"]
 # The recipe has 4 layers, 4 heads in 2 groups, 576 wide, 128 tokens, 16 samples at a time; here on 12 devices.
 CASES = {
     "more ranks of a model than devices": (
@@ -34,6 +36,26 @@ CASES = {
         {"tensor_model_parallel_size": 4},
         {},
         "num_query_groups=2 is not divisible by .*tensor_model_parallel_size=4; set .*tensor_model_parallel_size=2",
+    ),
+    "heads, whose nearest divisor does not divide the groups": (
+        {"tensor_model_parallel_size": 3},
+        {"model.config.num_attention_heads": 8},
+        "num_attention_heads=8 is not divisible by .*tensor_model_parallel_size=3; set .*tensor_model_parallel_size=2",
+    ),
+    "width of the shared expert": (
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        EXPERTS | {"model.config.moe_shared_expert_intermediate_size": 97},
+        "moe_shared_expert_intermediate_size=97 is not divisible by .*tensor_model_parallel_size=2; set .*size=1",
+    ),
+    "more experts of a token than there are": (
+        {},
+        EXPERTS | {"model.config.moe_router_topk": 7},
+        "moe_router_topk=7 experts of a token are more than model.config.num_moe_experts=6; set .*moe_router_topk=6",
+    ),
+    "experts of other layers": (
+        {},
+        EXPERTS | {"model.config.moe_layer_freq": [0, 1, 1]},
+        r"moe_layer_freq=\[0, 1, 1\] is of 3 layers, model.config.num_layers=4; give a 1 for each layer with experts",
     ),
     "width": (
         {"tensor_model_parallel_size": 2},
@@ -76,6 +98,76 @@ CASES = {
         "num_layers=4 over .*pipeline_model_parallel_size=2 makes 2 layers a stage, not divisible by "
         ".*virtual_pipeline_model_parallel_size=4; set .*virtual_pipeline_model_parallel_size=2",
     ),
+    "stages, the nearest number of which has no chunks": (
+        {"pipeline_model_parallel_size": 3, "virtual_pipeline_model_parallel_size": 2},
+        {},
+        "num_layers=4 is not divisible by .*pipeline_model_parallel_size=3; set .*pipeline_model_parallel_size=2",
+    ),
+    "chunks of single layers": (
+        {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
+        {},
+        "makes 1 layers a stage, not divisible by .*; set .*virtual_pipeline_model_parallel_size=None",
+    ),
+    "all layers in the first stage": (
+        {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 4},
+        {},
+        "num_layers_in_first_pipeline_stage=4 leave no equal numbers of model.config.num_layers=4 for the other stages "
+        "of .*pipeline_model_parallel_size=2; set trainer.strategy.num_layers_in_first_pipeline_stage=3",
+    ),
+    "uneven middle stages": (
+        {"pipeline_model_parallel_size": 4, "num_layers_in_last_pipeline_stage": 2},
+        {},
+        "num_layers_in_last_pipeline_stage=2 leave no equal numbers of .*; set .*num_layers_in_last_pipeline_stage=1",
+    ),
+    "first and last stages without the rest": (
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_layers_in_first_pipeline_stage": 2,
+            "num_layers_in_last_pipeline_stage": 1,
+        },
+        {},
+        "num_layers_in_first_pipeline_stage=2 and .*num_layers_in_last_pipeline_stage=1 leave .*; "
+        "set .*num_layers_in_first_pipeline_stage=3",
+    ),
+    "chunks of the first stage": (
+        {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "num_layers_in_first_pipeline_stage": 1,
+        },
+        {},
+        "num_layers_in_first_pipeline_stage=1 leave .* of 2 chunks each; set .*first_pipeline_stage=2",
+    ),
+    "an embedding that counts as a layer": (
+        {"pipeline_model_parallel_size": 2, "account_for_embedding_in_pipeline_split": True},
+        {},
+        r"num_layers \(with account_for_embedding_in_pipeline_split\)=5 is not divisible by .*; set .*size=1",
+    ),
+    "a layout of other layers": (
+        {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ett|tttL"},
+        {},
+        r"pipeline_model_parallel_layout=Ett\|tttL does not deal out model.config.num_layers=4 over .*=2 \(.*5.*\); "
+        "change it, or set it to None",
+    ),
+    "a layout of other stages": (
+        {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|tt|tL"},
+        {},
+        "pipeline_model_parallel_layout=.* does not deal out",
+    ),
+    "a layout that is none": (
+        {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": 2},
+        {},
+        "pipeline_model_parallel_layout=2 does not deal out .*neither a text nor a list of stages",
+    ),
+    "layers dealt out in two ways": (
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_layers_in_first_pipeline_stage": 1,
+            "pipeline_model_parallel_layout": "Et|tttL",
+        },
+        {},
+        "num_layers_in_first_pipeline_stage and .*pipeline_model_parallel_layout deal out layers, each in its way; lea",
+    ),
     "virtual stages of one": (
         {"virtual_pipeline_model_parallel_size": 2},
         {},
@@ -97,6 +189,21 @@ CASES = {
         {"model.objective.block_size": 64},
         "data.seq_length=128 over .*context_parallel_size=4 makes shards of 32 tokens, which cut a block of "
         "model.objective.block_size=64; set .*context_parallel_size=2",
+    ),
+    "context whose nearest divisor cuts a block": (
+        {"context_parallel_size": 12},
+        {"model.objective.block_size": 64},
+        "data.seq_length=128 is not divisible by .*context_parallel_size=12; set .*context_parallel_size=2",
+    ),
+    "a block longer than the rows": (
+        {},
+        {"model.objective.block_size": 129},
+        "model.objective.block_size=129 is longer than data.seq_length=128; choose a smaller block",
+    ),
+    "blocks of unknown documents": (
+        {},
+        {"model.objective.block_size": 8, "data.document_boundaries": None},
+        "data.document_boundaries=None: .* set document_boundaries=True",
     ),
     "context and sequence": (
         {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -139,15 +246,63 @@ def test_sizes_that_do_not_go_together(check, strategy, edits, text):
         check(strategy, edits)
 
 
+DEGREES = {
+    "tensor_model_parallel_size": "",
+    "pipeline_model_parallel_size": "",
+    "virtual_pipeline_model_parallel_size": ", or None",
+    "context_parallel_size": "",
+    "expert_model_parallel_size": "",
+    "expert_tensor_parallel_size": ", or None",
+}
+
+
+@pytest.mark.parametrize(
+    "value, nearest", [(0, 1), (-2, 1), (True, 1), (False, 1), ("2", 2), ("two", 1), (2.0, 2), (1.5, 2), ([2], 1)]
+)
+@pytest.mark.parametrize("degree", DEGREES)
+def test_what_is_no_degree(check, degree, value, nearest):
+    text = rf"{degree}={value!r} must be .*at least 1{DEGREES[degree]}; set .*{degree}={nearest}$"
+    with pytest.raises(ValueError, match=text.replace("[", r"\[")):
+        check({degree: value}, EXPERTS)
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_degrees_that_may_be_left_out(check, degree):
+    if DEGREES[degree]:
+        check({degree: None}, EXPERTS)
+        return
+    with pytest.raises(ValueError, match=f"{degree}=None must be a whole number of at least 1; set .*{degree}=1"):
+        check({degree: None}, EXPERTS)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_sequence_parallelism_is_on_or_off(check, value):
+    with pytest.raises(ValueError, match=f"sequence_parallel={value!r} must be True or False"):
+        check({"tensor_model_parallel_size": 2, "sequence_parallel": value}, {})
+
+
 @pytest.mark.parametrize(
     "strategy, edits",
     [
         ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"model.config.vocab_size": 2049}),
         ({"context_parallel_size": 4}, {"model.objective.block_size": 32}),
         ({"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 2}, {}),
+        ({"pipeline_model_parallel_size": 4, "num_layers_in_last_pipeline_stage": 1}, {}),
+        ({"pipeline_model_parallel_size": 3, **COUNTED}, {}),
+        ({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ettt|tL"}, {}),
+        ({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": [["embedding"], LAST]}, {}),
         ({"expert_model_parallel_size": 6}, EXPERTS),
     ],
-    ids=["a vocabulary is padded", "whole blocks", "uneven stages", "one expert a rank"],
+    ids=[
+        "a vocabulary is padded",
+        "whole blocks",
+        "uneven stages",
+        "a last stage",
+        "tables count",
+        "a layout",
+        "a list",
+        "one expert a rank",
+    ],
 )
 def test_sizes_that_do(check, strategy, edits):
     check(strategy, edits)

@@ -26,6 +26,19 @@ def is_fully_sharded(strategy: nl.MegatronStrategy) -> bool:
     return getattr(strategy, "_fsdp", None) == "megatron"
 
 
+def check_distributed_optimizer(in_use: bool) -> None:
+    """Check that the optimizer under Megatron-FSDP is the distributed one.
+
+    Raises:
+        ValueError: where it is not.
+    """
+    if not in_use:
+        raise ValueError(
+            "trainer.strategy.fsdp='megatron' shards the state of the distributed optimizer, but "
+            "optim.config.use_distributed_optimizer=False; set it to True"
+        )
+
+
 def prepare_fully_sharded(strategy: nl.MegatronStrategy) -> None:
     """Turn on what ``fsdp='megatron'`` takes besides, so that it is the one field to set.
 
@@ -35,11 +48,7 @@ def prepare_fully_sharded(strategy: nl.MegatronStrategy) -> None:
         ValueError: without the distributed optimizer.
     """
     ddp = strategy.ddp_config
-    if not ddp.use_distributed_optimizer:
-        raise ValueError(
-            "trainer.strategy.fsdp='megatron' shards the state of the distributed optimizer, but "
-            "optim.config.use_distributed_optimizer=False; set it to True"
-        )
+    check_distributed_optimizer(ddp.use_distributed_optimizer)
     strategy.__class__ = FullyShardedStrategy
     ddp.use_megatron_fsdp = True
     if ddp.data_parallel_sharding_strategy == "no_shard":

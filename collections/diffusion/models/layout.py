@@ -2,55 +2,26 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import lightning.pytorch as pl
 from nemo.collections.llm.gpt.model.base import GPTConfig
 from nemo.utils.get_rank import is_global_rank_zero
 
+from nemo_dllm.collections.diffusion.models.degrees import (
+    CONTEXT,
+    EXPERT,
+    EXPERT_TENSOR,
+    MODEL,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    Degrees,
+    check_divisible,
+    check_size,
+    nearest_of,
+)
+from nemo_dllm.collections.diffusion.models.layout_stages import check_stages
 from nemo_dllm.collections.diffusion.objectives import Objective
-
-_STRATEGY = "trainer.strategy."
-_MODEL = "model.config."
-_TENSOR = f"{_STRATEGY}tensor_model_parallel_size"
-_PIPELINE = f"{_STRATEGY}pipeline_model_parallel_size"
-_VIRTUAL = f"{_STRATEGY}virtual_pipeline_model_parallel_size"
-_CONTEXT = f"{_STRATEGY}context_parallel_size"
-_EXPERT = f"{_STRATEGY}expert_model_parallel_size"
-_EXPERT_TENSOR = f"{_STRATEGY}expert_tensor_parallel_size"
-_SEQUENCE = f"{_STRATEGY}sequence_parallel"
-# Where one of these says how layers are dealt out, stages may differ.
-_UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout")
-_UNEVEN_FLAGS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """Over how many ranks a strategy spreads each part of a model."""
-
-    tensor: int
-    pipeline: int
-    virtual: int
-    """Model chunks of a pipeline stage."""
-    context: int
-    expert: int
-    expert_tensor: int
-    sequence: bool
-    """Sequence parallelism, over the tensor-parallel ranks."""
-
-    @classmethod
-    def of(cls, strategy) -> "Degrees":
-        """Those of NeMo's ``MegatronStrategy``."""
-        parallelism = strategy.parallelism
-        return cls(
-            tensor=parallelism.tensor_model_parallel_size,
-            pipeline=parallelism.pipeline_model_parallel_size,
-            virtual=parallelism.virtual_pipeline_model_parallel_size or 1,
-            context=parallelism.context_parallel_size,
-            expert=parallelism.expert_model_parallel_size,
-            expert_tensor=parallelism.expert_tensor_parallel_size or parallelism.tensor_model_parallel_size,
-            sequence=parallelism.sequence_parallel,
-        )
 
 
 @contextmanager
@@ -64,7 +35,7 @@ def refused_once() -> Iterator[None]:
         raise SystemExit(1) from None
 
 
-def check_layout(config: GPTConfig, objective: Objective, trainer: pl.Trainer, data: pl.LightningDataModule) -> None:
+def check_layout(config: GPTConfig, objective: Objective, trainer: pl.Trainer, data: pl.LightningDataModule) -> Degrees:
     """Check the sizes of a layout against the ranks, the model and the data. A vocabulary is padded, so it always fits.
 
     Args:
@@ -72,6 +43,9 @@ def check_layout(config: GPTConfig, objective: Objective, trainer: pl.Trainer, d
         objective: of the model.
         trainer: with a ``MegatronStrategy``.
         data: with ``seq_length``, ``micro_batch_size`` and ``global_batch_size``.
+
+    Returns:
+        The sizes of the layout.
 
     Raises:
         ValueError: names the fields, their values and the nearest ones that fit.
@@ -81,7 +55,9 @@ def check_layout(config: GPTConfig, objective: Objective, trainer: pl.Trainer, d
     _check_world(degrees, trainer.num_devices, trainer.num_nodes, bool(config.num_moe_experts))
     _check_heads_and_widths(config, degrees)
     _check_experts(config, degrees)
-    _check_stages(config, degrees, trainer.strategy)
+    check_stages(config, degrees, trainer.strategy)
+    if objective.block_size is not None:
+        _check_blocks(objective.block_size, data)
     _check_sequence(objective, degrees, data.seq_length)
     if degrees.virtual > 1:
         samples = data.micro_batch_size * (world_size // (degrees.tensor * degrees.pipeline * degrees.context))
@@ -90,8 +66,9 @@ def check_layout(config: GPTConfig, objective: Objective, trainer: pl.Trainer, d
             nearest = max(round(micro_batches / degrees.pipeline), 1) * degrees.pipeline * samples
             raise ValueError(
                 f"data.global_batch_size={data.global_batch_size} makes {micro_batches} micro-batches, which virtual "
-                f"stages take in groups of {_PIPELINE}={degrees.pipeline}; set data.global_batch_size={nearest}"
+                f"stages take in groups of {PIPELINE}={degrees.pipeline}; set data.global_batch_size={nearest}"
             )
+    return degrees
 
 
 def _check_world(degrees: Degrees, devices: int, nodes: int, experts: bool) -> None:
@@ -105,85 +82,88 @@ def _check_world(degrees: Degrees, devices: int, nodes: int, experts: bool) -> N
             raise ValueError(
                 f"trainer.devices x trainer.num_nodes = {devices} x {nodes} = {devices * nodes} is not divisible by "
                 f"{names} parallel size = {' x '.join(map(str, sizes))} = {product}; change trainer.devices or the "
-                f"sizes of trainer.strategy: the nearest is trainer.devices={_nearest(devices, fitting)}"
+                f"sizes of trainer.strategy: the nearest is trainer.devices={nearest_of(devices, fitting)}"
             )
 
 
 def _check_heads_and_widths(config: GPTConfig, degrees: Degrees) -> None:
     heads, groups = config.num_attention_heads, config.num_query_groups or config.num_attention_heads
-    _check_divisible(f"{_MODEL}num_attention_heads", heads, f"{_MODEL}num_query_groups", groups)
-    _check_divisible(f"{_MODEL}num_attention_heads", heads, _TENSOR, degrees.tensor)
-    _check_divisible(f"{_MODEL}num_query_groups", groups, _TENSOR, degrees.tensor)
-    _check_divisible(f"{_MODEL}ffn_hidden_size", config.ffn_hidden_size, _TENSOR, degrees.tensor)
+    check_divisible(f"{MODEL}num_attention_heads", heads, f"{MODEL}num_query_groups", groups)
+    shared = "moe_shared_expert_intermediate_size"
+    divided = {
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "ffn_hidden_size": config.ffn_hidden_size,
+        shared: getattr(config, shared) or 0,
+    }
+    for field, size in divided.items():
+        check_divisible(MODEL + field, size, TENSOR, degrees.tensor, all_of=divided.values())
     if degrees.sequence and degrees.tensor == 1:
-        raise ValueError(f"{_SEQUENCE}=True needs {_TENSOR} above 1, which is 1; set {_SEQUENCE}=False")
+        raise ValueError(f"{SEQUENCE}=True needs {TENSOR} above 1, which is 1; set {SEQUENCE}=False")
 
 
 def _check_experts(config: GPTConfig, degrees: Degrees) -> None:
     experts = config.num_moe_experts
     if not experts:
         if degrees.expert > 1:
-            raise ValueError(f"{_EXPERT}={degrees.expert}, but the model has no experts; set {_EXPERT}=1")
+            raise ValueError(f"{EXPERT}={degrees.expert}, but the model has no experts; set {EXPERT}=1")
         return
-    _check_divisible(f"{_MODEL}num_moe_experts", experts, _EXPERT, degrees.expert)
+    check_divisible(f"{MODEL}num_moe_experts", experts, EXPERT, degrees.expert)
     width = config.moe_ffn_hidden_size or config.ffn_hidden_size
-    _check_divisible(f"{_MODEL}moe_ffn_hidden_size", width, _EXPERT_TENSOR, degrees.expert_tensor)
+    check_divisible(f"{MODEL}moe_ffn_hidden_size", width, EXPERT_TENSOR, degrees.expert_tensor)
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, list) and len(frequency) != config.num_layers:
+        raise ValueError(
+            f"{MODEL}moe_layer_freq={frequency} is of {len(frequency)} layers, {MODEL}num_layers={config.num_layers}; "
+            "give a 1 for each layer with experts and a 0 for each other"
+        )
+    topk = f"{MODEL}moe_router_topk"
+    check_size(topk, config.moe_router_topk)
+    if config.moe_router_topk > experts:
+        raise ValueError(
+            f"{topk}={config.moe_router_topk} experts of a token are more than {MODEL}num_moe_experts={experts}; "
+            f"set {topk}={experts}"
+        )
     if degrees.tensor > 1 and not degrees.sequence:
         raise ValueError(
-            f"{_TENSOR}={degrees.tensor} with experts needs {_SEQUENCE}=True, which is False; set it to True"
+            f"{TENSOR}={degrees.tensor} with experts needs {SEQUENCE}=True, which is False; set it to True"
         )
 
 
-def _check_stages(config: GPTConfig, degrees: Degrees, strategy) -> None:
-    if degrees.virtual > 1 and degrees.pipeline == 1:
-        raise ValueError(f"{_VIRTUAL}={degrees.virtual} needs {_PIPELINE} above 1, which is 1; set {_VIRTUAL}=None")
-    parallelism = strategy.parallelism
-    uneven = any(getattr(parallelism, field) is not None for field in _UNEVEN)
-    if uneven or any(getattr(parallelism, field) for field in _UNEVEN_FLAGS):
-        return
-    layers = f"{_MODEL}num_layers"
-    _check_divisible(layers, config.num_layers, _PIPELINE, degrees.pipeline)
-    per_stage = config.num_layers // degrees.pipeline
-    if per_stage % degrees.virtual:
+def _check_blocks(block_size: int, data: pl.LightningDataModule) -> None:
+    if block_size > data.seq_length:
         raise ValueError(
-            f"{layers}={config.num_layers} over {_PIPELINE}={degrees.pipeline} makes {per_stage} layers a stage, not "
-            f"divisible by {_VIRTUAL}={degrees.virtual}; set {_VIRTUAL}={_nearest_divisor(per_stage, degrees.virtual)}"
+            f"model.objective.block_size={block_size} is longer than data.seq_length={data.seq_length}; choose a "
+            "smaller block, or MaskedDiffusion, which is block diffusion with a single block"
+        )
+    if getattr(data, "document_boundaries", False) is None:
+        raise ValueError(
+            "data.document_boundaries=None: rows hold several documents, and block diffusion must know whether blocks "
+            "may span them; set document_boundaries=True (blocks, positions and attention restart with each document) "
+            "or False (a row is one text)"
         )
 
 
 def _check_sequence(objective: Objective, degrees: Degrees, seq_length: int) -> None:
-    length = "data.seq_length"
-    _check_divisible(length, seq_length, _CONTEXT, degrees.context)
-    shard, block = seq_length // degrees.context, objective.block_size
-    if block and degrees.context > 1 and shard % block:
-        fitting = (n for n in range(1, seq_length + 1) if n == 1 or seq_length % (n * block) == 0)
+    length, block = "data.seq_length", objective.block_size or 1
+    # One rank has the whole sequence, whose last block may be short.
+    fitting = [n for n in range(1, seq_length + 1) if n == 1 or seq_length % (n * block) == 0]
+    nearest = f"set {CONTEXT}={nearest_of(degrees.context, iter(fitting))}"
+    if seq_length % degrees.context:
+        raise ValueError(f"{length}={seq_length} is not divisible by {CONTEXT}={degrees.context}; {nearest}")
+    shard = seq_length // degrees.context
+    if degrees.context not in fitting:
         raise ValueError(
-            f"{length}={seq_length} over {_CONTEXT}={degrees.context} makes shards of {shard} tokens, which cut a "
-            f"block of model.objective.block_size={block}; set {_CONTEXT}={_nearest(degrees.context, fitting)}"
+            f"{length}={seq_length} over {CONTEXT}={degrees.context} makes shards of {shard} tokens, which cut a "
+            f"block of model.objective.block_size={block}; {nearest}"
         )
     if not degrees.sequence:
         return
     if degrees.context == 1:
-        _check_divisible(length, seq_length, _TENSOR, degrees.tensor)
+        check_divisible(length, seq_length, TENSOR, degrees.tensor)
     elif shard % degrees.tensor:
         fits = degrees.context * degrees.tensor
         raise ValueError(
-            f"{length}={seq_length} is not divisible by {_CONTEXT} x {_TENSOR} = {degrees.context} x "
+            f"{length}={seq_length} is not divisible by {CONTEXT} x {TENSOR} = {degrees.context} x "
             f"{degrees.tensor} = {fits}; set {length}={max(round(seq_length / fits), 1) * fits}"
         )
-
-
-def _check_divisible(whole: str, size: int, part: str, degree: int) -> None:
-    if size % degree:
-        raise ValueError(
-            f"{whole}={size} is not divisible by {part}={degree}; set {part}={_nearest_divisor(size, degree)}"
-        )
-
-
-def _nearest_divisor(size: int, degree: int) -> int:
-    return _nearest(degree, (divisor for divisor in range(1, size + 1) if size % divisor == 0))
-
-
-def _nearest(value: int, fitting: Iterator[int]) -> int:
-    """The smaller of two that are as near."""
-    return min(fitting, key=lambda candidate: (abs(candidate - value), candidate))

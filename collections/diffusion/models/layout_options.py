@@ -7,11 +7,15 @@ from nemo import lightning as nl
 from nemo.collections.llm.gpt.model.base import GPTConfig
 
 from nemo_dllm.collections.diffusion.attention.layers import have_transformer_engine
+from nemo_dllm.collections.diffusion.models.degrees import MODEL, STRATEGY, check_size
 from nemo_dllm.collections.diffusion.models.fsdp import WHOLE, is_fully_sharded
 
-_STRATEGY = "trainer.strategy."
-_MODEL = "model.config."
-_FSDP = f"{_STRATEGY}fsdp='megatron'"
+_FSDP = f"{STRATEGY}fsdp='megatron'"
+# Megatron takes any other name for the absence of a loss, or looks at it late.
+_EXPERT_CHOICES = {
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
+    "moe_token_dispatcher_type": ("allgather", "alltoall", "flex"),
+}
 # Selective recomputation that Transformer Engine's modules alone know.
 _RECOMPUTED_BY_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
 
@@ -30,6 +34,11 @@ def check_layout_options(config: GPTConfig, strategy: nl.MegatronStrategy, trans
     transformer_engine = transformer_impl != "local" and have_transformer_engine()
     if is_fully_sharded(strategy):
         _check_fully_sharded(config, strategy)
+    for field, known in _EXPERT_CHOICES.items():
+        chosen = getattr(config, field)
+        for name in chosen if isinstance(chosen, list) else [chosen]:
+            if name not in known:
+                raise ValueError(f"{MODEL}{field}={chosen!r} is unknown; choose from {', '.join(known)}")
     if config.recompute_granularity is not None:
         _check_recomputation(config, strategy, transformer_engine)
     _check_overlap(config, strategy, transformer_engine)
@@ -48,18 +57,18 @@ def _check_fully_sharded(config: GPTConfig, strategy: nl.MegatronStrategy) -> No
     for field, (value, needed) in alone.items():
         if value != needed:
             raise ValueError(
-                f"{_FSDP} cannot be combined with {_STRATEGY}{field}={value}; set {field}={needed}, or fsdp=None"
+                f"{_FSDP} cannot be combined with {STRATEGY}{field}={value}; set {field}={needed}, or fsdp=None"
             )
     for field, plain in {"cuda_graph_impl": "none", "init_model_with_meta_device": False}.items():
         if getattr(config, field, plain) not in (plain, None):
             raise ValueError(
-                f"{_FSDP} moves weights from step to step, which {_MODEL}{field}={getattr(config, field)!r} does not "
+                f"{_FSDP} moves weights from step to step, which {MODEL}{field}={getattr(config, field)!r} does not "
                 f"follow; set {field}={plain!r}, or fsdp=None"
             )
     sharding = strategy.ddp_config.data_parallel_sharding_strategy
     if sharding not in ("no_shard", WHOLE):
         raise ValueError(
-            f"{_STRATEGY}ddp.data_parallel_sharding_strategy={sharding!r} is not supported; set it to {WHOLE!r}, which "
+            f"{STRATEGY}ddp.data_parallel_sharding_strategy={sharding!r} is not supported; set it to {WHOLE!r}, which "
             "is what fsdp='megatron' stands for, or leave fsdp out: the distributed optimizer shards its state as well"
         )
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
@@ -75,17 +84,17 @@ def _check_recomputation(config: GPTConfig, strategy: nl.MegatronStrategy, trans
         needy = [name for name in config.recompute_modules or () if name in _RECOMPUTED_BY_TRANSFORMER_ENGINE]
         if needy and not transformer_engine:
             raise ValueError(
-                f"{_MODEL}recompute_modules={config.recompute_modules} needs Transformer Engine's layers for "
+                f"{MODEL}recompute_modules={config.recompute_modules} needs Transformer Engine's layers for "
                 f"{' and '.join(needy)}; {_how_to_get_it()}, or leave them out"
             )
         return
     chunks = strategy.pipeline_model_parallel_size * (strategy.virtual_pipeline_model_parallel_size or 1)
     layers = max(config.num_layers // chunks, 1)
-    if not 1 <= config.recompute_num_layers <= layers:
-        nearest = min(max(config.recompute_num_layers, 1), layers)
+    check_size(f"{MODEL}recompute_num_layers", config.recompute_num_layers)
+    if config.recompute_num_layers > layers:
         raise ValueError(
-            f"{_MODEL}recompute_num_layers={config.recompute_num_layers} must be between 1 and the {layers} layers "
-            f"of a pipeline stage (or virtual stage); set it to {nearest}"
+            f"{MODEL}recompute_num_layers={config.recompute_num_layers} must be between 1 and the {layers} layers "
+            f"of a pipeline stage (or virtual stage); set it to {layers}"
         )
 
 
@@ -93,35 +102,34 @@ def _check_overlap(config: GPTConfig, strategy: nl.MegatronStrategy, transformer
     if config.tp_comm_overlap:
         if not transformer_engine:
             raise ValueError(
-                f"{_MODEL}tp_comm_overlap=True needs Transformer Engine's layers; {_how_to_get_it()}, "
-                "or set it to False"
+                f"{MODEL}tp_comm_overlap=True needs Transformer Engine's layers; {_how_to_get_it()}, or set it to False"
             )
         if strategy.tensor_model_parallel_size == 1 or not strategy.sequence_parallel:
             raise ValueError(
-                f"{_MODEL}tp_comm_overlap=True overlaps the exchange of sequence parallelism, but {_STRATEGY}"
-                f"tensor_model_parallel_size={strategy.tensor_model_parallel_size} and {_STRATEGY}sequence_parallel="
+                f"{MODEL}tp_comm_overlap=True overlaps the exchange of sequence parallelism, but {STRATEGY}"
+                f"tensor_model_parallel_size={strategy.tensor_model_parallel_size} and {STRATEGY}sequence_parallel="
                 f"{strategy.sequence_parallel}; set both, or tp_comm_overlap=False"
             )
     if config.overlap_moe_expert_parallel_comm:
         raise ValueError(
-            f"{_MODEL}overlap_moe_expert_parallel_comm=True runs layers of two micro-batches in turn, which the "
+            f"{MODEL}overlap_moe_expert_parallel_comm=True runs layers of two micro-batches in turn, which the "
             "bidirectional layers do not; set it to False; moe_shared_expert_overlap=True hides the exchange behind "
             "shared experts"
         )
     if config.moe_shared_expert_overlap and config.moe_token_dispatcher_type != "alltoall":
         raise ValueError(
-            f"{_MODEL}moe_shared_expert_overlap=True needs {_MODEL}moe_token_dispatcher_type='alltoall', which is "
+            f"{MODEL}moe_shared_expert_overlap=True needs {MODEL}moe_token_dispatcher_type='alltoall', which is "
             f"{config.moe_token_dispatcher_type!r}; set it to 'alltoall'"
         )
     if config.overlap_p2p_comm and strategy.virtual_pipeline_model_parallel_size in (None, 1):
         raise ValueError(
-            f"{_MODEL}overlap_p2p_comm=True needs {_STRATEGY}virtual_pipeline_model_parallel_size above 1, which "
+            f"{MODEL}overlap_p2p_comm=True needs {STRATEGY}virtual_pipeline_model_parallel_size above 1, which "
             "overlap their messages by themselves; set overlap_p2p_comm=False"
         )
     ddp = strategy.ddp_config
     if isinstance(ddp, DistributedDataParallelConfig) and ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
         raise ValueError(
-            f"{_STRATEGY}ddp.overlap_param_gather=True needs {_STRATEGY}ddp.overlap_grad_reduce=True, which is False; "
+            f"{STRATEGY}ddp.overlap_param_gather=True needs {STRATEGY}ddp.overlap_grad_reduce=True, which is False; "
             "set both or neither"
         )
 

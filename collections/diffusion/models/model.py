@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from megatron.core import parallel_state
@@ -108,8 +107,6 @@ class DiffusionModel(GPTModel):
         """
         check_layout(self.config, self.objective, self.trainer, self.trainer.datamodule)
         check_layout_options(self.config, self.trainer.strategy, self.transformer_impl)
-        if self.objective.block_size is not None:
-            _check_blocks(self.objective.block_size, self.trainer.datamodule)
         if is_fully_sharded(self.trainer.strategy):
             prepare_fully_sharded(self.trainer.strategy)
         if not self.trainer.strategy.async_save:
@@ -205,20 +202,6 @@ def _check_config(config: GPTConfig) -> None:
         raise ValueError(
             f"{type(config).__name__} brings layers of its own (transformer_layer_spec={spec!r}), which bidirectional "
             "layers would replace; choose a config with NeMo's default_layer_spec"
-        )
-
-
-def _check_blocks(block_size: int, data: pl.LightningDataModule) -> None:
-    if block_size > data.seq_length:
-        raise ValueError(
-            f"model.objective.block_size={block_size} is longer than data.seq_length={data.seq_length}; choose a "
-            "smaller block, or MaskedDiffusion, which is block diffusion with a single block"
-        )
-    if getattr(data, "document_boundaries", False) is None:
-        raise ValueError(
-            "data.document_boundaries=None: rows hold several documents, and block diffusion must know whether blocks "
-            "may span them; set document_boundaries=True (blocks, positions and attention restart with each document) "
-            "or False (a row is one text)"
         )
 
 
