@@ -29,15 +29,18 @@ class Recorder:
     def __init__(self, device: torch.device):
         self.works = True
         self._device = device
-        # Memory is shared by graphs that were recorded on one stream, and are never replayed at the same time. A pool
-        # that only graphs hold is dead with the last of them.
+        # Memory is shared by graphs that were recorded on one stream, and are never replayed at the same time.
         with torch.cuda.device(device):
-            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.MemPool()
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self._first: Graph | None = None
 
     def record(self, run: Run, inputs: tuple[Tensor, ...]) -> "Graph | None":
         """The pass as a graph; None where it cannot be recorded, of which a warning says why."""
         try:
             with torch.cuda.device(self._device):
+                if self._first is None:
+                    # A pool is dead for good when the last of its graphs is forgotten.
+                    self._first = self._capture(torch.clone, [inputs[0].new_zeros(1)])
                 return self._capture(run, [tensor.clone() for tensor in inputs])
         except torch.OutOfMemoryError:
             return None
@@ -55,7 +58,7 @@ class Recorder:
         with torch.cuda.stream(self._stream):
             try:
                 # Not torch.cuda.graph, which collects garbage first, for longer than a pass. Other threads may go on.
-                graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 output = run(*inputs)
                 graph.capture_end()
             except BaseException:
@@ -64,7 +67,7 @@ class Recorder:
                 # A capture that was invalidated does not get so far: without this all memory comes from the pool,
                 # and no noise from the generator.
                 with suppress(RuntimeError):
-                    torch._C._cuda_endAllocateToPool(self._device.index, self._pool.id)
+                    torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
                 generator.graphsafe_set_state(before)
                 raise
         torch.cuda.current_stream().wait_stream(self._stream)

@@ -119,6 +119,10 @@ def merge_adapters(module: torch.nn.Module) -> None:
         adapter, weight = m.adapter, m.to_wrap.weight
         change = adapter.linear_out.weight.float() @ adapter.linear_in.weight.float() * (adapter.alpha / adapter.dim)
         weight.copy_(weight.float() + change)
+        # What Transformer Engine's layers return for an adapter alone.
+        for field in ("return_layernorm_output", "return_layernorm_output_gathered"):
+            if hasattr(m.to_wrap, field):
+                setattr(m.to_wrap, field, False)
         return m.to_wrap
 
     _replace(module, merge)
