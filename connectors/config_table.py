@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from nemo_dllm.connectors.config_values import ANYTHING, NAMES, OF_ALL_FAMILIES, Kind, misfits
 from nemo_dllm.connectors.rope import Rope
 
 REQUIRED = object()
@@ -20,6 +21,8 @@ class Field(NamedTuple):
     """Value where config.json is silent, as the published model class has it; a function gets it from the others."""
     binding: bool = True
     """Whether another value is another model; False for settings of training."""
+    kind: Kind = ANYTHING
+    """What the value in config.json must be."""
 
 
 class Rule(Protocol):
@@ -38,6 +41,14 @@ class Rule(Protocol):
         """Fields of config.json that describe a NeMo configuration."""
 
 
+# Of NeMo's fields, where both are numbers: what two of them cannot be together.
+_RELATIONS = (
+    ("num_attention_heads", "num_query_groups", lambda left, right: left % right, "no multiple of"),
+    ("num_moe_experts", "moe_router_num_groups", lambda left, right: left % right, "no multiple of"),
+    ("num_moe_experts", "moe_router_topk", lambda left, right: left < right, "less than"),
+)
+
+
 @dataclass(frozen=True)
 class ConfigTable:
     """How a family's config.json and NeMo's configuration translate into each other.
@@ -46,38 +57,62 @@ class ConfigTable:
         fields: values held by both. Of several with one NeMo name the last counts; all are written.
         fixed: values that a config.json must have where it names the field, because the NeMo model implies them.
         rules: values held in different forms; the rotary embedding is one of them.
+        kinds: what the values of further fields must be: those that rules and defaults read.
     """
 
     fields: tuple[Field, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     rules: tuple[Rule, ...] = (Rope(),)
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
 
-    def to_nemo(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments for the NeMo configuration.
+    def check(self, hf: Mapping[str, Any]) -> None:
+        """Check that a config.json has all fields, and values that are supported.
 
         Raises:
-            ValueError: naming all absent fields, or all unsupported values.
+            ValueError: naming all absent fields, or all values that are no such values or not supported.
         """
         hf = _said(hf)
         absent = [f.hf for f in self.fields if f.default is REQUIRED and f.hf not in hf]
         if absent:
             raise ValueError(f"config.json lacks {', '.join(absent)}")
-        unsupported = [
+        unsupported = misfits(hf, {**OF_ALL_FAMILIES, **self.kinds, **{f.hf: f.kind for f in self.fields}})
+        unsupported += [
             f"{name}={hf[name]!r} (supported: {value!r})"
             for name, value in self.fixed.items()
             if name in hf and hf[name] != value
         ]
-        layer_types = set(hf.get("layer_types") or ()) - {"full_attention"}
+        layer_types = hf.get("layer_types", ())
+        layer_types = set(layer_types) - {"full_attention"} if NAMES.fits(layer_types) else ()
         if layer_types:
             unsupported.append(f"layer_types with {', '.join(sorted(layer_types))} (supported: 'full_attention')")
         if hf.get("quantization_config"):
             unsupported.append("quantization_config (supported: unquantised weights)")
         if unsupported:
             raise ValueError(f"config.json of model_type={hf.get('model_type')!r} has {'; '.join(unsupported)}")
+
+    def to_nemo(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments for the NeMo configuration.
+
+        Raises:
+            ValueError: see :meth:`check`, and for values that contradict each other.
+        """
+        self.check(hf)
+        hf = _said(hf)
         values = {f.nemo: _value(f, hf) for f in self.fields}
         for rule in self.rules:
             values |= rule.to_nemo(hf)
+        self._check_together(values)
         return values
+
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        names = {f.nemo: f.hf for f in self.fields}
+        for larger, smaller, contradict, relation in _RELATIONS:
+            left, right = values.get(larger), values.get(smaller)
+            if left is not None and right is not None and contradict(left, right):
+                raise ValueError(
+                    f"config.json has {names.get(larger, larger)}={left}, which is {relation} "
+                    f"{names.get(smaller, smaller)}={right}; correct the one that is wrong"
+                )
 
     def to_hf(self, config) -> dict[str, Any]:
         """Fields of config.json that describe a NeMo configuration."""

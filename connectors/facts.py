@@ -94,11 +94,16 @@ def read_facts(hf_path: str | Path) -> CheckpointFacts:
 
     Raises:
         FileNotFoundError, ValueError: see :class:`HFCheckpoint`.
-        ValueError: for an unknown family, or a mask token that is another special token too.
+        ValueError: for an unknown family, for what :meth:`ConfigTable.check` finds, or a mask token that is another
+            special token too.
     """
     checkpoint = HFCheckpoint(hf_path)
     hf = checkpoint.config
     family = find_family(hf)
+    try:
+        family.config.check(hf)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: {error}") from error
     tokenizer = load_hf_tokenizer(checkpoint.path)
     special_token_ids = _special_token_ids(tokenizer, hf)
     mask_token = checkpoint_mask_token(checkpoint, tokenizer)
@@ -111,13 +116,18 @@ def read_facts(hf_path: str | Path) -> CheckpointFacts:
         other_dtypes={name: dtype_name(own) for name, own in per_expert(checkpoint).dtypes.items() if own != dtype},
         repeats_head=repeats_head(checkpoint, family),
         attention=family.hf_class(hf).attention,
-        right_shift=hf.get(RIGHT_SHIFT_FIELD, family.right_shift),
+        right_shift=_said(hf, RIGHT_SHIFT_FIELD, family.right_shift),
         block_size=_block_size(checkpoint, family),
         mask_token_id=mask_token.id,
         mask_token_added=mask_token.added,
         special_token_ids=special_token_ids,
-        **{name: hf.get(name, silent) for name, silent in BLOCK_DEFAULTS.items()},
+        **{name: _said(hf, name, silent) for name, silent in BLOCK_DEFAULTS.items()},
     )
+
+
+def _said(hf: Mapping[str, Any], name: str, silent: Any) -> Any:
+    """Null says as little as a field that is not there."""
+    return silent if hf.get(name) is None else hf[name]
 
 
 def _block_size(checkpoint: HFCheckpoint, family: Family) -> int | None:

@@ -66,11 +66,10 @@ class Family:
         Raises:
             ValueError: see :meth:`ConfigTable.to_nemo`.
         """
+        values = self.config.to_nemo(hf_config)
         config_class = self.nemo_config() if self.nemo_config_of is None else self.nemo_config_of(hf_config)
         known = {f.name for f in fields(config_class)}
-        values = {
-            name: value for name, value in self.config.to_nemo(hf_config).items() if name in known or value is not None
-        }
+        values = {name: value for name, value in values.items() if name in known or value is not None}
         # The layers here rotate in a kernel of their own; Megatron's needs Transformer Engine to be configured at all.
         return config_class(**values, **{"apply_rope_fusion": False, **self.settings, **settings})
 

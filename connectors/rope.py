@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_dllm.connectors.config_values import POSITIVE, misfits
+
 # A scaling's numbers: the name in config.json to that of NeMo's configuration.
 LINEAR = {"factor": "seq_len_interpolation_factor"}
 LLAMA3 = {
@@ -43,6 +45,9 @@ class Rope:
         absent = [name for name in numbers if scaling.get(name) is None]
         if absent:
             raise ValueError(f"rope_scaling of rope_type={scaling['rope_type']!r} lacks {', '.join(absent)}")
+        wrong = misfits({"rope_theta": theta, **scaling}, dict.fromkeys(("rope_theta", *numbers), POSITIVE))
+        if wrong:
+            raise ValueError(f"the rotary embedding of config.json has {'; '.join(wrong)}")
         unused = {name: None for fields in self.scalings.values() for name in fields.values()}
         return {"rotary_base": theta} | unused | {name: scaling[hf_name] for hf_name, name in numbers.items()}
 
@@ -69,7 +74,7 @@ def read_rope(hf: Mapping[str, Any], default_theta: float | None = None) -> tupl
     """Base and scaling (``rope_type`` and its numbers) of the rotary embedding.
 
     Raises:
-        ValueError: where config.json has no base, and there is no default.
+        ValueError: where config.json has no base, and there is no default, or a scaling without a type.
     """
     parameters = hf.get("rope_parameters") or {}
     named = (parameters.get("rope_theta"), hf.get("rope_theta"), default_theta)
@@ -78,7 +83,12 @@ def read_rope(hf: Mapping[str, Any], default_theta: float | None = None) -> tupl
         raise ValueError("config.json has neither rope_theta nor rope_parameters.rope_theta; add the base used")
     scaling = {name: value for name, value in parameters.items() if name not in _NOT_SCALING} or hf.get("rope_scaling")
     scaling = dict(scaling or {})
-    scaling["rope_type"] = scaling.pop("type", scaling.get("rope_type")) or "default"
+    rope_type = scaling.pop("type", scaling.get("rope_type"))
+    if rope_type is None and scaling:
+        raise ValueError(
+            f"the rotary scaling {scaling} names no rope_type; add the one that the model was trained with"
+        )
+    scaling["rope_type"] = rope_type or "default"
     return theta, scaling
 
 

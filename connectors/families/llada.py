@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_dllm.connectors.config_table import ConfigTable, Field, HiddenPerHead
+from nemo_dllm.connectors.config_values import COUNT, FLAG, NOT_NEGATIVE, POSITIVE, SHARE
 from nemo_dllm.connectors.decoder_keys import attention_rows, decoder_key_table, dense_mlp_rows
 from nemo_dllm.connectors.family import Family, HFClass
 from nemo_dllm.connectors.key_table import KeyTable
@@ -61,22 +62,27 @@ LLADA = Family(
     nemo_config=_nemo_config,
     config=ConfigTable(
         fields=(
-            Field("n_layers", "num_layers"),
-            Field("d_model", "hidden_size"),
-            Field("mlp_hidden_size", "ffn_hidden_size", default=lambda hf: hf.get("mlp_ratio", 4) * hf["d_model"]),
-            Field("n_heads", "num_attention_heads"),
-            Field("n_kv_heads", "num_query_groups", default=_key_value_heads),
+            Field("n_layers", "num_layers", kind=COUNT),
+            Field("d_model", "hidden_size", kind=COUNT),
+            Field(
+                "mlp_hidden_size",
+                "ffn_hidden_size",
+                default=lambda hf: hf.get("mlp_ratio", 4) * hf["d_model"],
+                kind=COUNT,
+            ),
+            Field("n_heads", "num_attention_heads", kind=COUNT),
+            Field("n_kv_heads", "num_query_groups", default=_key_value_heads, kind=COUNT),
             # Tables have embedding_size rows; vocab_size may count the tokenizer's tokens only.
-            Field("vocab_size", "vocab_size"),
-            Field("embedding_size", "vocab_size", default=lambda hf: hf["vocab_size"]),
-            Field("rms_norm_eps", "layernorm_epsilon", default=1e-5),
-            Field("rope_theta", "rotary_base", default=_rope_theta),
-            Field("weight_tying", "share_embeddings_and_output_weights"),
-            Field("max_sequence_length", "seq_length", binding=False),
-            Field("init_std", "init_method_std", default=0.02, binding=False),
-            Field("attention_dropout", "attention_dropout", default=0.0, binding=False),
-            Field("embedding_dropout", "hidden_dropout", default=0.0, binding=False),
-            Field("residual_dropout", "hidden_dropout", default=0.0, binding=False),
+            Field("vocab_size", "vocab_size", kind=COUNT),
+            Field("embedding_size", "vocab_size", default=lambda hf: hf["vocab_size"], kind=COUNT),
+            Field("rms_norm_eps", "layernorm_epsilon", default=1e-5, kind=NOT_NEGATIVE),
+            Field("rope_theta", "rotary_base", default=_rope_theta, kind=POSITIVE),
+            Field("weight_tying", "share_embeddings_and_output_weights", kind=FLAG),
+            Field("max_sequence_length", "seq_length", binding=False, kind=COUNT),
+            Field("init_std", "init_method_std", default=0.02, binding=False, kind=NOT_NEGATIVE),
+            Field("attention_dropout", "attention_dropout", default=0.0, binding=False, kind=SHARE),
+            Field("embedding_dropout", "hidden_dropout", default=0.0, binding=False, kind=SHARE),
+            Field("residual_dropout", "hidden_dropout", default=0.0, binding=False, kind=SHARE),
         ),
         fixed={
             "block_type": "llama",
@@ -97,6 +103,7 @@ LLADA = Family(
             "scale_logits": False,
         },
         rules=(HiddenPerHead("d_model", "n_heads"),),
+        kinds={"mlp_ratio": COUNT, "multi_query_attention": FLAG},
     ),
     key_table=_key_table,
     right_shift=False,

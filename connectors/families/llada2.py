@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from nemo_dllm.connectors.config_table import ConfigTable, Field, HiddenPerHead
+from nemo_dllm.connectors.config_values import COUNT, COUNT_OR_NONE, FLAG, POSITIVE, SHARE
 from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS, one_per_head
 from nemo_dllm.connectors.decoder_keys import (
     ATTENTION,
@@ -172,15 +173,15 @@ LLADA2 = Family(
     config=ConfigTable(
         fields=(
             *DECODER_FIELDS,
-            Field("num_key_value_heads", "num_query_groups", default=one_per_head),
-            Field("head_dim", "kv_channels", default=HiddenPerHead()),
-            Field("partial_rotary_factor", "rotary_percent", default=partial_factor(0.5)),
-            Field("max_position_embeddings", "max_position_embeddings", binding=False),
-            Field("num_experts", "num_moe_experts"),
-            Field("num_experts_per_tok", "moe_router_topk"),
-            Field("moe_intermediate_size", "moe_ffn_hidden_size"),
-            Field("routed_scaling_factor", "moe_router_topk_scaling_factor", default=2.5),
-            Field("moe_router_enable_expert_bias", "moe_router_enable_expert_bias", default=True),
+            Field("num_key_value_heads", "num_query_groups", default=one_per_head, kind=COUNT),
+            Field("head_dim", "kv_channels", default=HiddenPerHead(), kind=COUNT),
+            Field("partial_rotary_factor", "rotary_percent", default=partial_factor(0.5), kind=SHARE),
+            Field("max_position_embeddings", "max_position_embeddings", binding=False, kind=COUNT),
+            Field("num_experts", "num_moe_experts", kind=COUNT),
+            Field("num_experts_per_tok", "moe_router_topk", kind=COUNT),
+            Field("moe_intermediate_size", "moe_ffn_hidden_size", kind=COUNT),
+            Field("routed_scaling_factor", "moe_router_topk_scaling_factor", default=2.5, kind=POSITIVE),
+            Field("moe_router_enable_expert_bias", "moe_router_enable_expert_bias", default=True, kind=FLAG),
         ),
         fixed={
             "hidden_act": "silu",
@@ -197,6 +198,12 @@ LLADA2 = Family(
             "score_function": "sigmoid",
         },
         rules=(Rope(), DenseFirst(), SharedExperts(), ExpertGroups()),
+        kinds={
+            "first_k_dense_replace": COUNT_OR_NONE,
+            "num_shared_experts": COUNT_OR_NONE,
+            "n_group": COUNT,
+            "topk_group": COUNT,
+        },
     ),
     key_table=_key_table,
     right_shift=False,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_dllm.connectors.config_table import ConfigTable, Field, HiddenPerHead
+from nemo_dllm.connectors.config_values import COUNT, COUNT_OR_NONE, FLAG, NUMBERS, SHARE
 from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS, one_per_head
 from nemo_dllm.connectors.decoder_keys import (
     HF_LAYER,
@@ -80,18 +81,24 @@ LLADA_MOE = Family(
     config=ConfigTable(
         fields=(
             *(f for f in DECODER_FIELDS if f.nemo != "ffn_hidden_size"),
-            Field("dense_intermediate_size", "ffn_hidden_size"),
-            Field("num_key_value_heads", "num_query_groups", default=one_per_head),
-            Field("partial_rotary_factor", "rotary_percent", default=partial_factor(1.0)),
-            Field("max_position_embeddings", "max_position_embeddings", binding=False),
-            Field("num_experts", "num_moe_experts"),
-            Field("num_experts_per_tok", "moe_router_topk"),
-            Field("expert_intermediate_size", "moe_ffn_hidden_size"),
-            Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", default=None),
-            Field("moe_router_enable_expert_bias", "softmax_expert_bias", default=False),
+            Field("dense_intermediate_size", "ffn_hidden_size", kind=COUNT),
+            Field("num_key_value_heads", "num_query_groups", default=one_per_head, kind=COUNT),
+            Field("partial_rotary_factor", "rotary_percent", default=partial_factor(1.0), kind=SHARE),
+            Field("max_position_embeddings", "max_position_embeddings", binding=False, kind=COUNT),
+            Field("num_experts", "num_moe_experts", kind=COUNT),
+            Field("num_experts_per_tok", "moe_router_topk", kind=COUNT),
+            Field("expert_intermediate_size", "moe_ffn_hidden_size", kind=COUNT),
+            Field(
+                "shared_expert_intermediate_size",
+                "moe_shared_expert_intermediate_size",
+                default=None,
+                kind=COUNT_OR_NONE,
+            ),
+            Field("moe_router_enable_expert_bias", "softmax_expert_bias", default=False, kind=FLAG),
         ),
         fixed={"hidden_act": "silu", "attention_bias": False, "clip_qkv": None, "qk_layernorm": True},
         rules=(Rope(), HiddenPerHead(), LayerFrequency()),
+        kinds={"moe_layer_freq": NUMBERS},
     ),
     key_table=_key_table,
     right_shift=False,

@@ -5,6 +5,7 @@ from typing import Any
 
 from nemo_dllm.connectors.a2d import a2d_class
 from nemo_dllm.connectors.config_table import ConfigTable, Field, HiddenPerHead
+from nemo_dllm.connectors.config_values import COUNT
 from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS, one_per_head
 from nemo_dllm.connectors.decoder_keys import attention_rows, decoder_key_table, dense_mlp_rows
 from nemo_dllm.connectors.family import Family, HFClass
@@ -44,9 +45,9 @@ LLAMA = Family(
     config=ConfigTable(
         fields=(
             *DECODER_FIELDS,
-            Field("num_key_value_heads", "num_query_groups", default=one_per_head),
-            Field("head_dim", "kv_channels", default=HiddenPerHead()),
-            Field("max_position_embeddings", "seq_length", binding=False),
+            Field("num_key_value_heads", "num_query_groups", default=one_per_head, kind=COUNT),
+            Field("head_dim", "kv_channels", default=HiddenPerHead(), kind=COUNT),
+            Field("max_position_embeddings", "seq_length", binding=False, kind=COUNT),
         ),
         fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
         rules=(ROPE,),

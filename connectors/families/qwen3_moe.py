@@ -5,6 +5,7 @@ from typing import Any
 
 from nemo_dllm.connectors.a2d import a2d_class
 from nemo_dllm.connectors.config_table import ConfigTable, Field
+from nemo_dllm.connectors.config_values import COUNT, FLAG, NUMBERS
 from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS, one_per_head
 from nemo_dllm.connectors.decoder_keys import (
     attention_rows,
@@ -87,14 +88,21 @@ def key_table(config) -> KeyTable:
 CONFIG_TABLE = ConfigTable(
     fields=(
         *DECODER_FIELDS,
-        Field("num_key_value_heads", "num_query_groups", default=one_per_head),
-        Field("head_dim", "kv_channels", default=128),
-        Field("max_position_embeddings", "max_position_embeddings", binding=False),
-        Field("num_experts_per_tok", "moe_router_topk"),
-        Field("moe_intermediate_size", "moe_ffn_hidden_size"),
+        Field("num_key_value_heads", "num_query_groups", default=one_per_head, kind=COUNT),
+        Field("head_dim", "kv_channels", default=128, kind=COUNT),
+        Field("max_position_embeddings", "max_position_embeddings", binding=False, kind=COUNT),
+        Field("num_experts_per_tok", "moe_router_topk", kind=COUNT),
+        Field("moe_intermediate_size", "moe_ffn_hidden_size", kind=COUNT),
     ),
     fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
     rules=(Rope(), SparseStep(), NumberOfExperts(), TopKNormalisation()),
+    kinds={
+        "decoder_sparse_step": COUNT,
+        "mlp_only_layers": NUMBERS,
+        "num_experts": COUNT,
+        "num_local_experts": COUNT,
+        "norm_topk_prob": FLAG,
+    },
 )
 
 

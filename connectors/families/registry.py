@@ -1,6 +1,6 @@
 """The families that the connectors know. A new one is a file beside this one and an entry here."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from nemo_dllm.connectors.families.dream import DREAM
@@ -25,6 +25,8 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
         ValueError: where no family, or more than one, has them; lists those known.
     """
     model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures") or ()
+    if isinstance(architectures, str) or not isinstance(architectures, Collection):
+        raise ValueError(f"architectures={architectures!r} in config.json is no list; write [{str(architectures)!r}]")
     found = [family for family in FAMILIES if any(c.model_type == model_type for c in family.hf_classes)]
     if len(found) > 1:
         found = [family for family in found if any(c.architecture in architectures for c in family.hf_classes)]

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_dllm.connectors.config_table import ConfigTable, Field
+from nemo_dllm.connectors.config_values import COUNT
 from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS, one_per_head
 from nemo_dllm.connectors.families.qwen3 import qwen3_key_table
 from nemo_dllm.connectors.family import Family, HFClass
@@ -35,9 +36,9 @@ SDAR = Family(
     config=ConfigTable(
         fields=(
             *DECODER_FIELDS,
-            Field("num_key_value_heads", "num_query_groups", default=one_per_head),
-            Field("head_dim", "kv_channels", default=128),
-            Field("max_position_embeddings", "max_position_embeddings", binding=False),
+            Field("num_key_value_heads", "num_query_groups", default=one_per_head, kind=COUNT),
+            Field("head_dim", "kv_channels", default=128, kind=COUNT),
+            Field("max_position_embeddings", "max_position_embeddings", binding=False, kind=COUNT),
         ),
         fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
         rules=(Rope(), NoSlidingWindow()),
