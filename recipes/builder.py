@@ -78,7 +78,7 @@ def layout_of_strategy(fields: Mapping[str, object], gpus: int) -> Layout:
 
     Args:
         fields: as ``{"context_parallel_size": 2, "fsdp": "megatron"}``; those left out have NeMo's defaults.
-        gpus: how many there are: nodes of eight, or one node where eight does not divide them.
+        gpus: how many there are, see :func:`nodes_of`.
     """
     tensor = fields.get("tensor_model_parallel_size", 1)
     return Layout(
@@ -95,8 +95,9 @@ def layout_of_strategy(fields: Mapping[str, object], gpus: int) -> Layout:
 
 
 def nodes_of(gpus: int) -> tuple[int, int]:
-    """Nodes, and GPUs of each."""
-    return (gpus // GPUS_PER_NODE, GPUS_PER_NODE) if gpus % GPUS_PER_NODE == 0 else (1, gpus)
+    """Nodes, and GPUs of each: as many as divide them, up to eight."""
+    per_node = next(size for size in range(GPUS_PER_NODE, 0, -1) if gpus % size == 0)
+    return gpus // per_node, per_node
 
 
 def strategy_fields(layout: Layout) -> dict[str, object]:

@@ -154,6 +154,12 @@ CASES = {
         {},
         "pipeline_model_parallel_layout=.* does not deal out",
     ),
+    "a layout of chunks": (
+        {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|t|t|tL"},
+        {},
+        "pipeline_model_parallel_layout deals out 2 chunks for each stage of .*pipeline_model_parallel_size=2, "
+        ".*virtual_pipeline_model_parallel_size=None; set it to 2",
+    ),
     "a layout that is none": (
         {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": 2},
         {},

@@ -67,6 +67,13 @@ def _check_dealt_out(config: GPTConfig, degrees: Degrees, layout: object) -> Non
             f"{STRATEGY}{_LAYOUT}={layout} does not deal out {MODEL}num_layers={config.num_layers} over "
             f"{PIPELINE}={degrees.pipeline} ({str(error).rstrip('.')}); change it, or set it to None"
         ) from error
+    if layout.virtual_pipeline_model_parallel_size != degrees.virtual:
+        # Ranks would wait for each other.
+        chunks = layout.virtual_pipeline_model_parallel_size
+        raise ValueError(
+            f"{STRATEGY}{_LAYOUT} deals out {chunks} chunks for each stage of {PIPELINE}={degrees.pipeline}, "
+            f"{VIRTUAL}={degrees.virtual if degrees.virtual > 1 else None}; set it to {chunks if chunks > 1 else None}"
+        )
 
 
 def _check_ends(config: GPTConfig, degrees: Degrees, ends: dict[str, int]) -> None:
