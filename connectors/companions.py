@@ -13,7 +13,7 @@ from nemo_dllm.connectors.config import Origin
 from nemo_dllm.connectors.facts import CheckpointFacts
 from nemo_dllm.connectors.mask_token import MaskToken
 from nemo_dllm.connectors.shard_layout import ShardLayout, read_shard_layout
-from nemo_dllm.connectors.tokenizer_files import write_mask_token
+from nemo_dllm.connectors.tokenizer_files import is_special, load_hf_tokenizer, write_mask_token
 
 FOLDER = "hf"
 FACTS_FILE = "nemo_dllm.json"
@@ -27,7 +27,7 @@ _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 def copy_companions(hf_path: Path, folder: Path, facts: CheckpointFacts, mask_token: MaskToken) -> None:
     """Copy the small files of a Hugging Face checkpoint, byte for byte, and write facts and shards beside them.
 
-    A mask token that they lack is added to the tokenizer's.
+    The tokenizer's name the mask token, and have it: a checkpoint that becomes another model needs it there too.
 
     Args:
         hf_path: the checkpoint.
@@ -38,12 +38,23 @@ def copy_companions(hf_path: Path, folder: Path, facts: CheckpointFacts, mask_to
     folder.mkdir(parents=True)
     for file in small_files(hf_path):
         shutil.copyfile(file, folder / file.name)
-    if mask_token.added:
+    if mask_token.added or _is_unnamed(folder, facts, mask_token):
         write_mask_token(folder, mask_token)
     (folder / FACTS_FILE).write_text(json.dumps(facts.to_json(), indent=2) + "\n")
     layout = read_shard_layout(hf_path)
     if layout is not None:
         (folder / SHARDS_FILE).write_text(json.dumps(layout._asdict(), indent=2) + "\n")
+
+
+def _is_unnamed(folder: Path, facts: CheckpointFacts, mask_token: MaskToken) -> bool:
+    """Whether a tokenizer must be told that one of its special tokens is the mask token.
+
+    That of a diffusion model which says so elsewhere stays as it is, and a token that text uses stays text.
+    """
+    if facts.attention != "causal" and mask_token.id == facts.declared_mask_token_id:
+        return False
+    tokenizer = load_hf_tokenizer(folder)
+    return tokenizer is not None and tokenizer.mask_token_id != mask_token.id and is_special(tokenizer, mask_token.id)
 
 
 def small_files(hf_path: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from nemo.lightning import io
 from nemo.lightning.io.artifact import DirOrStringArtifact
 
 from nemo_dllm.connectors.mask_token import MaskToken
-from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
+from nemo_dllm.connectors.tokenizer_files import is_special, load_hf_tokenizer
 
 
 class FolderTokenizer(AutoTokenizer):
@@ -29,10 +29,9 @@ def nemo_tokenizer(folder: str | Path, mask_token: MaskToken) -> FolderTokenizer
     hf_tokenizer = load_hf_tokenizer(folder)
     if hf_tokenizer is None:
         return None
-    known = hf_tokenizer.added_tokens_decoder.get(mask_token.id)
     return FolderTokenizer(
         str(folder),
-        mask_token=mask_token.text if mask_token.added or (known is not None and known.special) else None,
+        mask_token=mask_token.text if mask_token.added or is_special(hf_tokenizer, mask_token.id) else None,
         # NeMo would empty this list.
         additional_special_tokens=list(hf_tokenizer.additional_special_tokens),
     )

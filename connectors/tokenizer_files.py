@@ -72,25 +72,35 @@ def _make_sentencepiece_models_readable() -> None:
         package.sentencepiece_model_pb2 = sys.modules[name] = importlib.import_module(own)
 
 
+def is_special(tokenizer, token_id: int) -> bool:
+    """Whether a tokenizer knows a token as a special one, which text does not use."""
+    known = tokenizer.added_tokens_decoder.get(token_id)
+    return known is not None and known.special
+
+
 def write_mask_token(folder: Path, mask_token: MaskToken) -> None:
-    """Add a mask token to the tokenizer files of a folder; whatever else they say stays.
+    """Make a token the mask token of the tokenizer files of a folder, added where it is new; all else stays.
+
+    Where they leave their class to the ``model_type`` of config.json, which conversions change, they name it then.
 
     Raises:
         ValueError: where a tokenizer loaded from the files would not have it under its id.
     """
     token = {"content": mask_token.text, **_PLAIN}
     tokenizer_json = _read(folder / TOKENIZER_JSON)
-    if tokenizer_json:
+    if tokenizer_json and mask_token.added:
         tokenizer_json["added_tokens"] = [
             *tokenizer_json.get("added_tokens", ()),
             {"id": mask_token.id, **token, "special": True},
         ]
         _write(folder / TOKENIZER_JSON, tokenizer_json)
     config = _read(folder / TOKENIZER_CONFIG)
+    if "tokenizer_class" not in config:
+        config["tokenizer_class"] = type(load_hf_tokenizer(folder)).__name__
     config["mask_token"] = mask_token.text
-    if "added_tokens_decoder" in config:
+    if mask_token.added and "added_tokens_decoder" in config:
         config["added_tokens_decoder"][str(mask_token.id)] = token | {"special": True}
-    elif not tokenizer_json:
+    elif mask_token.added and not tokenizer_json:
         _write(folder / ADDED_TOKENS, _read(folder / ADDED_TOKENS) | {mask_token.text: mask_token.id})
     _write(folder / TOKENIZER_CONFIG, config)
     if (folder / SPECIAL_TOKENS_MAP).is_file():

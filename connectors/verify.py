@@ -126,7 +126,8 @@ def verify_checkpoint(
         difference(f"prompt {index}", left, right[..., : left.size(-1)])
         for index, (left, right) in enumerate(zip(reference, ours, strict=True), start=1)
     ]
-    name = f"transformers {source.config['architectures'][0]}" if own_class else "this package's forward of the folder"
+    published = find_family(source.config).hf_class(source.config).architecture
+    name = f"transformers {published}" if own_class else "this package's forward of the folder"
     said = _said_differently(facts, told)
     return Verification(facts.family, facts.attention, name, weights, unmatched, logits, tolerance, dtype, said)
 
@@ -155,8 +156,9 @@ def difference(name: str, left: Tensor, right: Tensor) -> Difference:
     dtype = coarser(left.dtype, right.dtype)
     left, right = left.to(dtype), right.to(dtype)
     left, right = left.double().flatten(), right.double().flatten()
-    cosine = torch.nn.functional.cosine_similarity(left, right, dim=0)
-    return Difference(name, (left - right).abs().max().item(), cosine.item())
+    # Zeros have no direction: those of two sides are as alike as can be.
+    cosine = 1.0 if torch.equal(left, right) else torch.nn.functional.cosine_similarity(left, right, dim=0).item()
+    return Difference(name, (left - right).abs().max().item(), cosine)
 
 
 def _compare_weights(
@@ -227,9 +229,18 @@ def _has_own_class(source: HFCheckpoint, facts: CheckpointFacts) -> bool:
 
 @torch.no_grad()
 def _own_class_logits(source: HFCheckpoint, rows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    from transformers import AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(str(source.path), torch_dtype=torch.float32, trust_remote_code=False)
+    family = find_family(source.config)
+    # Each version of transformers has spellings of its own, and takes silence in them for its defaults.
+    spellings = family.config.rule_fields(family.build_nemo_config(source.config))
+    unsaid = {name: value for name, value in spellings.items() if source.config.get(name) in (None, {})}
+    model = AutoModelForCausalLM.from_pretrained(
+        str(source.path),
+        config=CONFIG_MAPPING[source.config["model_type"]].from_dict(source.config | unsaid),
+        torch_dtype=torch.float32,
+        trust_remote_code=False,
+    )
     _round(model, dtype)
     return [model.eval().float()(tokens_BT).logits for tokens_BT in rows]
 

@@ -4,8 +4,10 @@ import shutil
 import pytest
 import torch
 
+from nemo_dllm.connectors.companions import copy_companions
 from nemo_dllm.connectors.facts import CheckpointFacts, read_facts
 from nemo_dllm.connectors.families.qwen3 import QWEN3
+from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.mask_token import MaskToken, find_mask_token, grown_vocab_size, mask_token_at
 from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer, write_mask_token
 
@@ -176,6 +178,22 @@ def test_weights_in_a_dtype_that_is_never_trained(make_twin):
         read_facts(make_twin("qwen3", widen))
 
 
+@pytest.mark.parametrize("removed", [["tokenizer_config.json", "special_tokens_map.json"], ["special_tokens_map.json"]])
+def test_a_tokenizer_whose_class_is_that_of_the_model_type_keeps_it(models, tmp_path, removed):
+    source = shutil.copytree(models / "qwen3", tmp_path / "twin")
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    del config["tokenizer_class"]
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    for name in removed:
+        (source / name).unlink()
+    expected = type(load_hf_tokenizer(source)).__name__
+    write_mask_token(source, MaskToken(196, "<|mask|>", added=True))
+    hf = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(hf | {"model_type": "a2d-qwen3"}))
+    tokenizer = load_hf_tokenizer(source)
+    assert (type(tokenizer).__name__, tokenizer.mask_token_id) == (expected, 196)
+
+
 @pytest.mark.parametrize("without_decoder", [False, True])
 def test_files_get_the_mask_token_and_keep_the_rest(models, tmp_path, without_decoder):
     folder = shutil.copytree(models / "qwen3", tmp_path / "twin")
@@ -204,3 +222,38 @@ def test_files_get_the_mask_token_and_keep_the_rest(models, tmp_path, without_de
 def test_no_tokenizer_files_no_tokenizer(models, tmp_path):
     shutil.copy(models / "qwen3" / "config.json", tmp_path)
     assert load_hf_tokenizer(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "named"),
+    [
+        ("qwen3", 193, True),  # A special token that becomes the mask of a converted model.
+        ("qwen3", 17, False),  # Text uses it.
+        ("qwen3", 199, False),  # The tokenizer has no such token.
+        ("sdar", 196, False),  # As published.
+        ("sdar", 193, True),  # Another than the published one.
+    ],
+)
+def test_the_tokenizer_of_another_model_names_its_mask_token(models, tmp_path, name, chosen, named):
+    source = models / name
+    tokenizer, hf = load_hf_tokenizer(source), json.loads((source / "config.json").read_text())
+    mask_token = mask_token_at(chosen, tokenizer, hf, find_family(hf))
+    copy_companions(source, tmp_path / "copy", read_facts(source), mask_token)
+    copied, tokenizer = load_hf_tokenizer(tmp_path / "copy"), load_hf_tokenizer(source)
+    assert copied.mask_token_id == (chosen if named else tokenizer.mask_token_id)
+    assert copied.get_vocab() == tokenizer.get_vocab()
+    if not named:
+        for file in source.glob("*token*"):
+            assert (tmp_path / "copy" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_token_that_only_has_the_text_is_named_in_a_converted_model(models, tmp_path):
+    source = shutil.copytree(models / "qwen3", tmp_path / "twin")
+    content = json.loads((source / "tokenizer.json").read_text())
+    content["added_tokens"].append(content["added_tokens"][-1] | {"id": 196, "content": "<|mask|>"})
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    facts = read_facts(source)
+    assert (facts.mask_token_id, facts.mask_token_added) == (196, False)
+    copy_companions(source, tmp_path / "copy", facts, MaskToken(196, "<|mask|>"))
+    assert load_hf_tokenizer(tmp_path / "copy").mask_token_id == 196
+    assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()

@@ -111,6 +111,25 @@ def test_comparison_of_tensors():
     assert difference("a", ones + 1e-3, ones.bfloat16()).max_error == 0
     assert difference("a", ones + 1e-2, ones.bfloat16()).max_error > 0
     assert difference("a", ones, torch.ones(3)).max_error == float("inf")
+    assert difference("a", 0 * ones, 0 * ones) == ("a", 0.0, 1.0)  # Biases that training never moved.
+    assert difference("a", 0 * ones, ones).cosine == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("qwen3", {"architectures": ...}),
+        ("qwen3", {"architectures": None}),
+        ("qwen3", {"rope_theta": ..., "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
+        ("llama", {"rope_theta": ..., "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}),
+        ("llama", {"rope_scaling": {}}),
+        ("qwen3_moe", {"num_experts": ..., "num_local_experts": 8}),
+    ],
+)
+def test_configurations_as_other_versions_of_transformers_save_them(verify, make_twin, name, config):
+    twin = make_twin(name, **config)
+    found = verify(twin, twin)
+    assert found.passed and found.reference.startswith("transformers "), found
 
 
 def test_the_command_prints_one_table_and_fails_loudly(models, make_twin, single_process, capsys):
