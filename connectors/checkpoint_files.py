@@ -261,6 +261,7 @@ def write_hf_checkpoint(
         _write_shards(unfinished, plan_shards(headers, layout, max_shard_size), headers, tensors)
         files = {CONFIG_FILE: json_bytes(config), **(extra_files or {}), **last_files()}
         for name in sorted(files, key=lambda name: name == CONFIG_FILE):
+            (unfinished / name).parent.mkdir(exist_ok=True)
             (unfinished / name).write_bytes(files[name])
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -20,6 +20,8 @@ FACTS_FILE = "nemo_dllm.json"
 SHARDS_FILE = "nemo_dllm_shards.json"
 SUMMARY_FILE = "nemo_dllm_conversion.json"
 
+# Folder of chat templates beside the first.
+CHAT_TEMPLATES = "additional_chat_templates"
 # Configuration, tokenizer, chat template, generation settings and remote code; never weights or their indices.
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 
@@ -36,8 +38,9 @@ def copy_companions(hf_path: Path, folder: Path, facts: CheckpointFacts, mask_to
         mask_token: the mask token in use.
     """
     folder.mkdir(parents=True)
-    for file in small_files(hf_path):
-        shutil.copyfile(file, folder / file.name)
+    for name, file in small_files(hf_path).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / name)
     if mask_token.added or _is_unnamed(folder, facts, mask_token):
         write_mask_token(folder, mask_token)
     (folder / FACTS_FILE).write_text(json.dumps(facts.to_json(), indent=2) + "\n")
@@ -57,10 +60,14 @@ def _is_unnamed(folder: Path, facts: CheckpointFacts, mask_token: MaskToken) -> 
     return tokenizer is not None and tokenizer.mask_token_id != mask_token.id and is_special(tokenizer, mask_token.id)
 
 
-def small_files(hf_path: Path) -> list[Path]:
-    """Files of a Hugging Face checkpoint that are neither weights nor about them."""
-    files = sorted(hf_path.iterdir())
-    return [file for file in files if file.is_file() and file.suffix in _SUFFIXES and not _is_about_weights(file.name)]
+def small_files(hf_path: Path) -> dict[str, Path]:
+    """Files of a Hugging Face checkpoint that are neither weights nor about them, by their names in the folder."""
+    files = sorted([*hf_path.iterdir(), *hf_path.glob(f"{CHAT_TEMPLATES}/*.jinja")])
+    return {
+        file.relative_to(hf_path).as_posix(): file
+        for file in files
+        if file.is_file() and file.suffix in _SUFFIXES and not _is_about_weights(file.name)
+    }
 
 
 def _is_about_weights(name: str) -> bool:
@@ -85,8 +92,8 @@ def read_companions(folder: Path) -> Origin | None:
 def companion_files(nemo_path: Path) -> dict[str, bytes]:
     """Content of the origin's small files by name, without what was written beside them; empty without an origin."""
     folder = nemo_path / "context" / FOLDER
-    files = folder.iterdir() if folder.is_dir() else ()
-    return {file.name: file.read_bytes() for file in files if file.name not in (FACTS_FILE, SHARDS_FILE)}
+    files = small_files(folder) if folder.is_dir() else {}
+    return {name: file.read_bytes() for name, file in files.items() if name != FACTS_FILE}
 
 
 def origin_layout(nemo_path: Path) -> ShardLayout | None:

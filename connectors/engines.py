@@ -184,7 +184,7 @@ def _copy_hf_checkpoint(source: Path, folder: Path) -> None:
         headers,
         ((name, checkpoint.tensor(name).contiguous()) for name in headers),
         layout=read_shard_layout(source),
-        extra_files={file.name: file.read_bytes() for file in small_files(source) if file.name != CONFIG_FILE},
+        extra_files={name: file.read_bytes() for name, file in small_files(source).items() if name != CONFIG_FILE},
     )
 
 

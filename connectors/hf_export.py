@@ -1,5 +1,6 @@
 """From a NeMo checkpoint of a diffusion model to a Hugging Face checkpoint."""
 
+import copy
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,11 +21,12 @@ from nemo_dllm.collections.diffusion.single_process import single_process
 from nemo_dllm.connectors.base_model import base_of
 from nemo_dllm.connectors.build import build_on_cpu, cast_parameters
 from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE, write_hf_checkpoint
-from nemo_dllm.connectors.companions import SUMMARY_FILE, companion_files, origin_layout, read_origin
+from nemo_dllm.connectors.companions import SUMMARY_FILE, companion_files, origin_layout, read_origin, small_files
 from nemo_dllm.connectors.config import Origin, diffusion_hf_config
 from nemo_dllm.connectors.families.registry import family_of
 from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.load import export_dtypes, export_hf_tensors, hf_tensor_headers
+from nemo_dllm.connectors.mask_token import MaskToken
 from nemo_dllm.connectors.model_context import load_model_context
 from nemo_dllm.connectors.new_folder import refuse_existing
 from nemo_dllm.connectors.safetensors_writer import TensorHeader
@@ -32,6 +34,7 @@ from nemo_dllm.connectors.shard_layout import size_in_bytes
 from nemo_dllm.connectors.summary import TensorTally, conversion_summary
 from nemo_dllm.connectors.tensor_dtypes import main_dtype
 from nemo_dllm.connectors.tied_head import repeat_head
+from nemo_dllm.connectors.tokenizer_files import is_special
 
 # NeMo saves the Megatron model as a child of its own module.
 _MODULE_PREFIX = "module."
@@ -108,7 +111,9 @@ def _config_and_files(
     )
     if origin is None:
         config |= _special_ids(model.tokenizer)
-        files = _tokenizer_files(model.tokenizer)
+        files = _tokenizer_files(
+            model.tokenizer, MaskToken(model.objective.mask_token_id, family_of(model.config).mask_token)
+        )
     else:
         files = companion_files(nemo_path)
         if config != origin.config:
@@ -215,12 +220,18 @@ def _stored_dtype(weights: Path) -> torch.dtype:
     return next(t.dtype for name, t in tensors.items() if name.endswith("word_embeddings.weight"))
 
 
-def _tokenizer_files(tokenizer) -> dict[str, bytes]:
+def _tokenizer_files(tokenizer, mask_token: MaskToken) -> dict[str, bytes]:
+    """Files of a tokenizer that names the mask token: a special token that it has, or the next one to be added."""
     if not isinstance(tokenizer, AutoTokenizer):
         return {}
+    hf_tokenizer = copy.deepcopy(tokenizer.tokenizer)
+    if is_special(hf_tokenizer, mask_token.id):
+        hf_tokenizer.mask_token = hf_tokenizer.convert_ids_to_tokens(mask_token.id)
+    elif mask_token.id == len(hf_tokenizer):
+        hf_tokenizer.add_special_tokens({"mask_token": mask_token.text})
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer.tokenizer.save_pretrained(folder)
-        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+        hf_tokenizer.save_pretrained(folder)
+        return {name: file.read_bytes() for name, file in small_files(Path(folder)).items()}
 
 
 def _modeling_files(family: Family) -> dict[str, bytes]:

@@ -13,6 +13,7 @@ from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.connectors.adoption import adopt_import
+from nemo_dllm.connectors.companions import CHAT_TEMPLATES
 from nemo_dllm.connectors.hf_export import export_hf_checkpoint
 from nemo_dllm.connectors.hf_import import import_hf_checkpoint
 
@@ -77,6 +78,7 @@ def local_folder(source: Path) -> Path:
         folder = Path(snapshot_download(str(source), ignore_patterns=[*others, "*.bin"]))
         if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(str(source), ignore_patterns=others))
+        snapshot_download(str(source), allow_patterns=f"{CHAT_TEMPLATES}/*.jinja")
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"{source} is neither a folder nor could it be fetched from the Hugging Face Hub ({error})"

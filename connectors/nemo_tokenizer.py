@@ -1,5 +1,6 @@
 """NeMo's tokenizer of a checkpoint folder."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,19 @@ class FolderTokenizer(AutoTokenizer):
         self.tokenizer = load_hf_tokenizer(pretrained_model_name)
 
 
-io.track_io(FolderTokenizer, artifacts=[DirOrStringArtifact("pretrained_model_name")])
+class FolderArtifact(DirOrStringArtifact):
+    """A folder with the folders in it; NeMo's fails on those."""
+
+    def dump(self, instance: Any, value: str, absolute_dir: str | Path, relative_dir: str | Path) -> Any:
+        """Copy the folder to ``absolute_dir / relative_dir``; returns its path from ``absolute_dir``."""
+        if not Path(value).is_dir():
+            return super().dump(instance, value, absolute_dir, relative_dir)
+        target = Path(relative_dir) / Path(value).name
+        shutil.copytree(value, Path(absolute_dir) / target, copy_function=shutil.copyfile)
+        return str(target)
+
+
+io.track_io(FolderTokenizer, artifacts=[FolderArtifact("pretrained_model_name")])
 
 
 def nemo_tokenizer(folder: str | Path, mask_token: MaskToken) -> FolderTokenizer | None:

@@ -60,7 +60,7 @@ def adopt_hf_checkpoint(
 
 def _keep(model: DiffusionModel, hf_path: Path, folder: Path, facts: CheckpointFacts) -> Path:
     source = open_source(model, hf_path, facts)
-    content = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in small_files(hf_path)}
+    content = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in small_files(hf_path).items()}
     told = json.dumps([str(hf_path.resolve()), content, source.mask_token])
     kept = folder / hashlib.sha256(told.encode()).hexdigest()[:12]
     if not kept.is_dir():
