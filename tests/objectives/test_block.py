@@ -161,6 +161,12 @@ def test_settings_survive_a_round_trip_as_plain_values(block):
     ("settings", "message"),
     [
         ({"block_size": 0}, "block_size=0 must be at least 1; 4 and 32 are usual"),
+        ({"block_size": None}, "block_size=None must be a whole number"),
+        ({"block_size": "4"}, "block_size='4' must be a whole number"),
+        ({"block_size": 4.5}, "block_size=4.5 must be a whole number"),
+        ({"block_size": True}, "block_size=True must be a whole number"),
+        ({"ar_loss_weight": None}, "ar_loss_weight=None must be a number"),
+        ({"ar_loss_weight": float("inf")}, "ar_loss_weight=inf must not be negative; .* infinity none"),
         ({"block_start": "noisy"}, "block_start='noisy' is unknown; known: clean_prefix, reference"),
         ({"ar_loss_weight": -0.5}, "ar_loss_weight=-0.5 must not be negative; 0 is no next-token loss"),
         ({"time_sampling": "sobol"}, "known: antithetic, antithetic_per_block, iid, iid_per_block, per_sequence"),

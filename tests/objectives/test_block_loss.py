@@ -1,5 +1,6 @@
 """What uniform logits cost, ln V in every setting, and complementary masks."""
 
+import dataclasses
 import math
 
 import pytest
@@ -23,7 +24,11 @@ def loss_of(objective, rows, length, loss_mask_BL=None, **noise):
     return ((nll * scored.loss_weight).sum() / noised.count).item(), bound.item()
 
 
-@pytest.mark.parametrize("changes", [{}, {"complementary": True}, {"time_range": (0.3, 0.8)}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"complementary": True}, {"time_range": (0.3, 0.8)}, {"complementary": True, "time_range": (0.3, 1.0)}],
+    ids=str,
+)
 @pytest.mark.parametrize("sampling", ["antithetic_per_block", "iid_per_block", "antithetic"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_uniform_logits_cost_ln_v(schedule, sampling, changes):
@@ -58,6 +63,9 @@ def test_clipped_times_fill_their_range():
         time_BP = it.draw_times(torch.arange(1000), torch.full((1000,), 6))
         assert 0.3 <= time_BP.min() < 0.31
         assert 0.79 < time_BP.max() <= 0.8
+        late = dataclasses.replace(it, time_range=(0.3, 1.0), complementary=True)
+        # The complement of what is all masked weighs without bound.
+        assert late.draw_times(torch.arange(1000), torch.full((1000,), 6)).max() <= 0.999
         whole = it.draw_times(torch.arange(1000), torch.full((1000,), 6), validation=True)
         assert whole.min() < 0.01
         assert whole.max() > 0.99

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -136,6 +137,22 @@ def test_settings_survive_a_round_trip_as_plain_values(objective):
         ({"group_size": 0}, "group_size=0 must be at least 1; it is the global batch size in samples"),
         ({"seed": -1}, r"seed=-1 is outside \[0, 2\*\*64\)"),
         ({"mask_token_id": -1}, "mask_token_id=-1 is no token id; set the id of the mask token"),
+        ({"weight_epsilon": math.inf}, "weight_epsilon=inf must not be negative; .* infinity is none"),
+        ({"time_epsilon": "0.1"}, "time_epsilon='0.1' must be a number"),
+        ({"mask_token_id": "5"}, "mask_token_id='5' must be a whole number or None"),
+        ({"mask_token_id": True}, "mask_token_id=True must be a whole number or None"),
+        ({"group_size": 2.5}, "group_size=2.5 must be a whole number or None"),
+        ({"seed": None}, "seed=None must be a whole number"),
+        ({"right_shift": "yes"}, "right_shift='yes' must be True or False"),
+        ({"complementary": 1}, "complementary=1 must be True or False"),
+        ({"time_range": 0.5}, "time_range=0.5 must be a tuple of numbers"),
+        ({"time_range": (0.1, 0.5, 0.9)}, r"time_range=\(0.1, 0.5, 0.9\) must be \(low, high\)"),
+        ({"time_range": ("0.1", "0.9")}, "must be a tuple of numbers"),
+        ({"loss_norm": ["token"]}, r"loss_norm=\['token'\] is unknown; known: batch, sequence, token"),
+        (
+            {"complementary": True, "time_range": (0.9995, 1.0)},
+            r"time_range=\(0.9995, 1.0\) leaves no times for complementary=True, which end at .* = 0.999; choose",
+        ),
     ],
 )
 def test_errors_of_settings(settings, message):

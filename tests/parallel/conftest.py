@@ -75,3 +75,30 @@ def pools(forks, tmp_path_factory):
     yield pool
     for each in started.values():
         each.close()
+
+
+@pytest.fixture(scope="session")
+def check_sizes():
+    """``check_layout`` of a tiny recipe with edits, on 12 devices."""
+    import fiddle as fdl
+
+    from nemo_dllm.collections.diffusion.models.layout import check_layout
+    from nemo_dllm.recipes.tiny import bd3lm_tiny, mdlm_tiny
+
+    def run(strategy, edits):
+        recipe = (bd3lm_tiny if "model.objective.block_size" in edits else mdlm_tiny)()
+        recipe.trainer.devices = 12
+        recipe.data.micro_batch_size, recipe.data.global_batch_size = 1, 24
+        for field, value in {
+            **{f"trainer.strategy.{name}": value for name, value in strategy.items()},
+            **edits,
+        }.items():
+            *path, name = field.split(".")
+            target = recipe
+            for part in path:
+                target = getattr(target, part)
+            setattr(target, name, value)
+        model, data, trainer = (fdl.build(getattr(recipe, part)) for part in ("model", "data", "trainer"))
+        check_layout(model.config, model.objective, trainer, data)
+
+    return run

@@ -220,71 +220,10 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def check():
-    import fiddle as fdl
-
-    from nemo_dllm.collections.diffusion.models.layout import check_layout
-    from nemo_dllm.recipes.tiny import bd3lm_tiny, mdlm_tiny
-
-    def run(strategy, edits):
-        recipe = (bd3lm_tiny if "model.objective.block_size" in edits else mdlm_tiny)()
-        recipe.trainer.devices = 12
-        recipe.data.micro_batch_size, recipe.data.global_batch_size = 1, 24
-        for field, value in {
-            **{f"trainer.strategy.{name}": value for name, value in strategy.items()},
-            **edits,
-        }.items():
-            *path, name = field.split(".")
-            target = recipe
-            for part in path:
-                target = getattr(target, part)
-            setattr(target, name, value)
-        model, data, trainer = (fdl.build(getattr(recipe, part)) for part in ("model", "data", "trainer"))
-        check_layout(model.config, model.objective, trainer, data)
-
-    return run
-
-
 @pytest.mark.parametrize("strategy, edits, text", CASES.values(), ids=CASES)
-def test_sizes_that_do_not_go_together(check, strategy, edits, text):
+def test_sizes_that_do_not_go_together(check_sizes, strategy, edits, text):
     with pytest.raises(ValueError, match=text):
-        check(strategy, edits)
-
-
-DEGREES = {
-    "tensor_model_parallel_size": "",
-    "pipeline_model_parallel_size": "",
-    "virtual_pipeline_model_parallel_size": ", or None",
-    "context_parallel_size": "",
-    "expert_model_parallel_size": "",
-    "expert_tensor_parallel_size": ", or None",
-}
-
-
-@pytest.mark.parametrize(
-    "value, nearest", [(0, 1), (-2, 1), (True, 1), (False, 1), ("2", 2), ("two", 1), (2.0, 2), (1.5, 2), ([2], 1)]
-)
-@pytest.mark.parametrize("degree", DEGREES)
-def test_what_is_no_degree(check, degree, value, nearest):
-    text = rf"{degree}={value!r} must be .*at least 1{DEGREES[degree]}; set .*{degree}={nearest}$"
-    with pytest.raises(ValueError, match=text.replace("[", r"\[")):
-        check({degree: value}, EXPERTS)
-
-
-@pytest.mark.parametrize("degree", DEGREES)
-def test_degrees_that_may_be_left_out(check, degree):
-    if DEGREES[degree]:
-        check({degree: None}, EXPERTS)
-        return
-    with pytest.raises(ValueError, match=f"{degree}=None must be a whole number of at least 1; set .*{degree}=1"):
-        check({degree: None}, EXPERTS)
-
-
-@pytest.mark.parametrize("value", ["yes", 1, None])
-def test_sequence_parallelism_is_on_or_off(check, value):
-    with pytest.raises(ValueError, match=f"sequence_parallel={value!r} must be True or False"):
-        check({"tensor_model_parallel_size": 2, "sequence_parallel": value}, {})
+        check_sizes(strategy, edits)
 
 
 @pytest.mark.parametrize(
@@ -310,8 +249,8 @@ def test_sequence_parallelism_is_on_or_off(check, value):
         "one expert a rank",
     ],
 )
-def test_sizes_that_do(check, strategy, edits):
-    check(strategy, edits)
+def test_sizes_that_do(check_sizes, strategy, edits):
+    check_sizes(strategy, edits)
 
 
 def test_the_first_rank_speaks_and_all_exit(forks, tmp_path):

@@ -41,7 +41,8 @@ class Degrees:
         for field in (TENSOR, PIPELINE, VIRTUAL, CONTEXT, EXPERT, EXPERT_TENSOR):
             degree = getattr(parallelism, field.removeprefix(STRATEGY))
             if field not in _OPTIONAL or degree is not None:
-                check_size(field, degree, or_none=field in _OPTIONAL)
+                # Megatron's pipelines have no single chunk: with it, it looks for several and finds none.
+                check_size(field, degree, smallest=2 if field == VIRTUAL else 1, or_none=field in _OPTIONAL)
         if not isinstance(parallelism.sequence_parallel, bool):
             raise ValueError(f"{SEQUENCE}={parallelism.sequence_parallel!r} must be True or False")
         return cls(
@@ -55,21 +56,30 @@ class Degrees:
         )
 
 
-def check_size(field: str, size: object, *, or_none: bool = False) -> None:
-    """Check that a size is a whole number of at least 1.
+def check_size(field: str, size: object, *, smallest: int = 1, or_none: bool = False) -> None:
+    """Check that a size is a whole number of at least ``smallest``.
+
+    Args:
+        field: its name.
+        size: its value.
+        smallest: what it must be at least.
+        or_none: whether None, which is not looked at here, is a setting as well.
 
     Raises:
         ValueError: names the field, the value and the nearest that is one.
     """
     whole = isinstance(size, int) and not isinstance(size, bool)
-    if whole and size >= 1:
+    if whole and size >= smallest:
         return
     try:
         nearest = max(round(float(size)), 1)
     except (TypeError, ValueError, OverflowError):
         nearest = 1
-    kind = "at least 1" if whole else "a whole number of at least 1"
-    raise ValueError(f"{field}={size!r} must be {kind}{', or None' if or_none else ''}; set {field}={nearest}")
+    kind = f"at least {smallest}" if whole else f"a whole number of at least {smallest}"
+    raise ValueError(
+        f"{field}={size!r} must be {kind}{', or None' if or_none else ''}; "
+        f"set {field}={nearest if nearest >= smallest else None}"
+    )
 
 
 def check_divisible(whole: str, size: int, part: str, degree: int, *, all_of: Iterable[int] = ()) -> None:

@@ -8,7 +8,8 @@ Suffixes: B samples, R rows of the model's input (B, or 2 B with complementary m
 with a time each, N scored tokens.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from nemo_dllm.collections.diffusion.objectives.times import (
     training_times,
     validation_times,
 )
+from nemo_dllm.collections.diffusion.setting_types import of_type
 
 
 class Corruption(NamedTuple):
@@ -105,18 +107,42 @@ class AbsorbingDiffusion:
         look_up("time_sampling", self.time_sampling, self.time_samplings)
         look_up("loss_weight", self.loss_weight, LOSS_WEIGHTS)
         look_up("loss_norm", self.loss_norm, LOSS_NORMS)
+        for field in fields(self):
+            if field.type is not str:
+                setattr(self, field.name, of_type(field.name, getattr(self, field.name), field.type))
         if self.mask_token_id is not None and self.mask_token_id < 0:
             raise ValueError(f"mask_token_id={self.mask_token_id} is no token id; set the id of the mask token")
         if not 0 < self.time_epsilon < 1:
             raise ValueError(f"time_epsilon={self.time_epsilon} must be in (0, 1); 1e-3 is usual")
-        if self.time_range is not None and not 0 < self.time_range[0] < self.time_range[-1] <= 1:
-            raise ValueError(f"time_range={self.time_range} must be (low, high) with 0 < low < high <= 1")
-        if not self.weight_epsilon >= 0:
-            raise ValueError(f"weight_epsilon={self.weight_epsilon} must not be negative; 0 is the exact weight")
+        if self.time_range is not None:
+            self._check_time_range()
+        if not 0 <= self.weight_epsilon < math.inf:
+            raise ValueError(
+                f"weight_epsilon={self.weight_epsilon} must not be negative; 0 is the exact weight, infinity is none"
+            )
         if self.group_size is not None and self.group_size < 1:
             raise ValueError(f"group_size={self.group_size} must be at least 1; it is the global batch size in samples")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed={self.seed} is outside [0, 2**64)")
+
+    def _check_time_range(self) -> None:
+        if len(self.time_range) != 2 or not 0 < self.time_range[0] < self.time_range[1] <= 1:
+            raise ValueError(f"time_range={self.time_range} must be (low, high) with 0 < low < high <= 1")
+        if self.time_range[0] >= self._latest:
+            raise ValueError(
+                f"time_range={self.time_range} leaves no times for complementary=True, which end at 1 - time_epsilon = "
+                f"{self._latest:g}; choose a smaller time"
+            )
+
+    @property
+    def _latest(self) -> float:
+        # The complement of a row that is all masked has nothing to weigh.
+        return 1 - self.time_epsilon if self.complementary else 1.0
+
+    @property
+    def _training_range(self) -> tuple[float, float]:
+        low, high = self.time_range or (self.time_epsilon, 1.0)
+        return low, min(high, self._latest)
 
     @property
     def shift(self) -> int:
@@ -140,17 +166,15 @@ class AbsorbingDiffusion:
         Raises:
             ValueError: for stratified training times while ``group_size`` is None.
         """
-        # The complement of a row that is all masked has nothing to weigh.
-        whole = (self.time_epsilon, 1 - self.time_epsilon if self.complementary else 1.0)
         if validation:
-            return validation_times(self.seed, sample_index_B, parts_B, time_range=whole)
+            return validation_times(self.seed, sample_index_B, parts_B, time_range=(self.time_epsilon, self._latest))
         return training_times(
             self.time_sampling,
             self.seed,
             sample_index_B,
             parts_B,
             group_size=self.group_size,
-            time_range=self.time_range or whole,
+            time_range=self._training_range,
         )
 
     def corrupt(
@@ -233,7 +257,7 @@ class AbsorbingDiffusion:
             time_RP = torch.cat([time_RP, schedule.time_of_mask_rate(complement_BP)])
             weight_RP = torch.cat([weight_RP, schedule.complement_weight(time_BP, self.weight_epsilon)]) / 2
         if clipped:
-            low, high = self.time_range
+            low, high = self._training_range
             weight_RP = weight_RP * ((high - low) / (schedule.alpha(low) - schedule.alpha(high)))
         return rate_RP, time_RP, weight_RP
 

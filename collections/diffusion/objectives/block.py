@@ -3,6 +3,7 @@
 Suffixes: B samples, R rows of the model's input, L positions.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -53,8 +54,10 @@ class BlockDiffusion(AbsorbingDiffusion):
         look_up("block_start", self.block_start, BLOCK_STARTS)
         if self.block_size < 1:
             raise ValueError(f"block_size={self.block_size} must be at least 1; 4 and 32 are usual")
-        if not self.ar_loss_weight >= 0:
-            raise ValueError(f"ar_loss_weight={self.ar_loss_weight} must not be negative; 0 is no next-token loss")
+        if not 0 <= self.ar_loss_weight < math.inf:
+            raise ValueError(
+                f"ar_loss_weight={self.ar_loss_weight} must not be negative; 0 is no next-token loss, infinity none"
+            )
 
     @property
     def causal_clean(self) -> bool:

@@ -8,6 +8,6 @@ Entry = TypeVar("Entry")
 
 def look_up(field: str, name: str, table: Mapping[str, Entry]) -> Entry:
     """Return ``table[name]``; ``ValueError`` names ``field``, the unknown ``name`` and the known ones."""
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise ValueError(f"{field}={name!r} is unknown; known: {', '.join(sorted(table))}")
     return table[name]

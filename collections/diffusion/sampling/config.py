@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from nemo_dllm.collections.diffusion.sampling.blocks import BLOCK_ORIGINS
 from nemo_dllm.collections.diffusion.sampling.quirks import ReferenceQuirks
 from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES
-from nemo_dllm.collections.diffusion.sampling.setting_types import of_type
 from nemo_dllm.collections.diffusion.sampling.transfer import SCHEDULES
+from nemo_dllm.collections.diffusion.setting_types import of_type
 
 DELAYED = "approximate_delayed"
 LARGEST_CFG_SCALE = 1_000_000

@@ -32,6 +32,7 @@ def of_type(name: str, value: Any, annotation: Any) -> Any:
         name: of the field.
         value: that a user gave.
         annotation: of the field: int, float, bool, str, a tuple of one of them of any length, or one with ``| None``.
+            Values of all other fields are let pass.
 
     Raises:
         ValueError: it is of another type.
@@ -40,8 +41,12 @@ def of_type(name: str, value: Any, annotation: Any) -> Any:
     if value is None and NoneType in types:
         return None
     wanted = next((part for part in types if part is not NoneType), annotation)
+    if len(set(types) - {NoneType}) > 1:
+        return value
     if get_origin(wanted) is not tuple:
-        kind = _KINDS[wanted]
+        kind = _KINDS.get(wanted)
+        if kind is None:
+            return value
         if not kind.holds(value):
             raise ValueError(f"{name}={value!r} must be {kind.one}" + (" or None" if NoneType in types else ""))
         return value
