@@ -159,6 +159,7 @@ def test_infilling(table_model):
         return infill(table_model({}), tokens, holes, SamplerConfig(**fields), mask_token_id=M).sequences
 
     assert [row.tolist() for row in fill([[], [1, 2]], [[], [False, False]])] == [[], [1, 2]]
+    assert [row.tolist() for row in fill([[], []], [[], []], block_size=2)] == [[], []]
     with pytest.raises(ValueError, match=r"tokens\[0\] is torch.float32"):
         fill([[1.0]], [[True]])
     with pytest.raises(ValueError, match="one boolean per token"):

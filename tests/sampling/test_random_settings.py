@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from nemo_dllm.collections.diffusion.sampling import SamplerConfig, generate, generate_stream, generation_result
+from nemo_dllm.collections.diffusion.sampling import SamplerConfig, generate, generate_stream, generation_result, infill
 
 VOCABULARY, M = 11, 10
 
@@ -32,6 +32,7 @@ CHOICES = {
     "editing_threshold": (None, None, 0, 0.3),
     "max_post_steps": (0, 1, 3),
     "max_length": (None, None, None, 12),
+    "block_origin": (None, "prompt", "sequence"),
     "schedule": ("linear", "cosine", "even", "even_block"),
 }
 
@@ -71,6 +72,29 @@ def check(model, prompts, config):
     for row, prompt in enumerate(prompts):
         alone = generate(model, [prompt], config, mask_token_id=M, row_ids=[row], decode=decode)
         assert alone.sequences[0].tolist() == result.sequences[row].tolist()
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_holes_are_filled_and_all_else_stays(tiny_attention, part):
+    rng = random.Random(part)
+    for _ in range(40):
+        fields = drawn_settings(rng) | {"max_length": None}
+        blocks = fields["block_size"] if fields.get("cache") == "exact" else None
+        model, rows, holes = tiny_attention(VOCABULARY, blocks, seed=rng.randint(0, 50)), [], []
+        for length in rng.choices((0, 0, 1, 2, 5, 12), k=rng.randint(1, 3)):
+            rows.append([rng.randrange(VOCABULARY) for _ in range(length)])
+            share = rng.choice((0, 0.3, 0.7, 1))
+            holes.append([rng.random() < share for _ in range(length)])
+
+        def fill(numbers, fields=fields, model=model, rows=rows, holes=holes):
+            given = [rows[n] for n in numbers], [holes[n] for n in numbers]
+            return infill(model, *given, SamplerConfig(**fields), mask_token_id=M, row_ids=numbers).sequences
+
+        for number, filled in enumerate(fill(range(len(rows)))):
+            about = f"{fields} {rows} {holes} {number}"
+            assert filled.tolist() == fill([number])[0].tolist(), about
+            for token, given, hole in zip(filled.tolist(), rows[number], holes[number], strict=True):
+                assert token not in (M, *fields["suppress_token_ids"]) if hole else token == given, about
 
 
 @pytest.mark.parametrize("part", range(3))

@@ -53,6 +53,15 @@ def test_with_steps_a_threshold_commits_at_least_the_schedule():
     assert select([0.9, 0.2, 0.3], quota=2, factor=1.0) == [0, 2]
 
 
+@pytest.mark.parametrize("remasking", ["confidence", "margin", "entropy"])
+def test_scores_that_differ_by_rounding_are_equal(remasking):
+    """The lowest position of the best ones first, and the next best ones behind all of these."""
+    given = [0.75, 0.8999999, 0.9, 0.7500001, 0.9000001]
+    committed = [select(given, quota, remasking=remasking) for quota in range(6)]
+    assert committed == [[], [1], [1, 2], [1, 2, 4], [0, 1, 2, 4], [0, 1, 2, 3, 4]]
+    assert select([0.9, 0.90001], remasking=remasking) == [1]
+
+
 def test_bounds_are_compared_in_the_precision_of_the_probabilities():
     # In float32 as in decimals, 0.3 is not above 0.3 and 2 * (1 - 0.35) is 1.3; in float64 both fail.
     assert select([0.9, 0.3], threshold=0.3) == [0]

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from ctypes import c_float
 from itertools import pairwise
-from math import isnan
+from math import isclose, isnan
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,9 @@ from torch import Tensor
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.noise import gumbel
 from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES, Predictions
+
+# Of scores in float32: a probability, or an entropy in nats.
+_ROUNDING = {"rel_tol": 1e-6, "abs_tol": 1e-6}
 
 
 class Scored(NamedTuple):
@@ -107,7 +110,7 @@ def select_commits(judged: Judged, scored: Scored, quotas: Sequence[int], config
         if config.quirks.topk_ties:
             chosen.update(_topk(judged.scores, scored, row, quota))
         else:
-            chosen.update(_best(judged.scores, row)[:quota])
+            chosen.update(_best(judged.scores, row, quota))
         if config.threshold is not None:
             chosen.update(above(judged.probabilities, row, config.threshold))
         if config.factor is not None:
@@ -124,14 +127,22 @@ def above(probabilities: Sequence[float], numbers: Sequence[int], threshold: flo
     return [n for n in numbers if probabilities[n] > threshold]
 
 
-def _best(values: Sequence[float], numbers: Sequence[int]) -> list[int]:
-    """The highest first, and the lowest position first among equals."""
-    return sorted(numbers, key=values.__getitem__, reverse=True)
+def _best(values: Sequence[float], numbers: Sequence[int], count: int) -> list[int]:
+    """The highest; the lowest position first among those that differ by what rounding may make of equal ones."""
+    order, start = sorted(numbers, key=values.__getitem__, reverse=True), 0
+    while start < min(count, len(order)):
+        highest = values[order[start]]
+        # Masks without a text before them are all alike, and which is ahead by a bit depends on the batch.
+        differ = (n for n in range(start, len(order)) if not isclose(values[order[n]], highest, **_ROUNDING))
+        end = next(differ, len(order))
+        order[start:end] = sorted(order[start:end])
+        start = end
+    return order[:count]
 
 
 def _within_factor(probabilities: Sequence[float], row: Sequence[int], factor: float) -> list[int]:
     """The n most confident positions, (n' + 1) * (1 - probability) <= factor for each n' up to n, in float32."""
-    best, factor = _best(probabilities, row), _float32(factor)
+    best, factor = sorted(row, key=probabilities.__getitem__, reverse=True), _float32(factor)
     for place, number in enumerate(best):
         if not _float32((place + 2) * _float32(1 - probabilities[number])) <= factor:
             return best[:place]
