@@ -1,5 +1,6 @@
 """Bodies of requests: OpenAI's fields, and the sampler's settings beside them."""
 
+import reprlib
 import types
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -34,7 +35,8 @@ def _not_supported(*neutral: Any) -> Any:
     def check(value: Any) -> Any:
         # To Python False is 0.
         if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral):
-            raise ValueError(f"{value!r:.80} is not supported; leave it out")
+            # Of any depth, which repr is not.
+            raise ValueError(f"{reprlib.repr(value)} is not supported; leave it out")
         return value
 
     return Annotated[Any, AfterValidator(check), Field(default=None, description="Not supported.")]
