@@ -11,6 +11,7 @@ from pathlib import Path
 from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE
 from nemo_dllm.connectors.config import Origin
 from nemo_dllm.connectors.facts import CheckpointFacts
+from nemo_dllm.connectors.json_files import read_json_object
 from nemo_dllm.connectors.mask_token import MaskToken
 from nemo_dllm.connectors.shard_layout import ShardLayout, read_shard_layout
 from nemo_dllm.connectors.tokenizer_files import is_special, load_hf_tokenizer, write_mask_token
@@ -84,8 +85,8 @@ def read_companions(folder: Path) -> Origin | None:
     if not (folder / FACTS_FILE).is_file():
         return None
     return Origin(
-        config=json.loads((folder / CONFIG_FILE).read_text()),
-        facts=CheckpointFacts.from_json(json.loads((folder / FACTS_FILE).read_text())),
+        config=read_json_object(folder / CONFIG_FILE),
+        facts=CheckpointFacts.from_json(read_json_object(folder / FACTS_FILE)),
     )
 
 
@@ -99,4 +100,4 @@ def companion_files(nemo_path: Path) -> dict[str, bytes]:
 def origin_layout(nemo_path: Path) -> ShardLayout | None:
     """The origin's layout of shards; None where it had pickles, or there is no origin."""
     file = nemo_path / "context" / FOLDER / SHARDS_FILE
-    return ShardLayout(**json.loads(file.read_text())) if file.is_file() else None
+    return ShardLayout(**read_json_object(file)) if file.is_file() else None

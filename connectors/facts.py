@@ -85,8 +85,17 @@ class CheckpointFacts:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "CheckpointFacts":
-        """The inverse of :meth:`to_json`."""
-        return cls(**facts)
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: where they are those of another version of this package.
+        """
+        try:
+            return cls(**facts)
+        except TypeError as error:
+            raise ValueError(
+                f"the facts of the checkpoint are not of this version ({error}); import it again"
+            ) from error
 
 
 def read_facts(hf_path: str | Path) -> CheckpointFacts:

@@ -27,7 +27,7 @@ from nemo_dllm.connectors.families.registry import family_of
 from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.load import export_dtypes, export_hf_tensors, hf_tensor_headers
 from nemo_dllm.connectors.mask_token import MaskToken
-from nemo_dllm.connectors.model_context import load_model_context
+from nemo_dllm.connectors.model_context import damage_named, load_model_context
 from nemo_dllm.connectors.new_folder import refuse_existing
 from nemo_dllm.connectors.safetensors_writer import TensorHeader
 from nemo_dllm.connectors.shard_layout import size_in_bytes
@@ -161,20 +161,23 @@ def load_nemo_checkpoint(nemo_path: str | Path, *, as_stored: bool = False) -> D
 
     Raises:
         FileNotFoundError: where there is no checkpoint.
-        ValueError: for a Hugging Face checkpoint, and the checkpoint of another kind of model.
+        ValueError: for a Hugging Face checkpoint, a damaged one, and the checkpoint of another kind of model.
     """
     nemo_path = Path(nemo_path)
     model = load_model_context(nemo_path)
     weights = nemo_path / "weights"
     base = base_of(nemo_path)
     whole = weights if base is None else base / "weights"
-    dtype = _stored_dtype(whole)
+    with damage_named(whole):
+        dtype = _stored_dtype(whole)
     build_on_cpu(model, dtype=dtype)
-    _take_stored_dtypes(model.module, str(whole))
-    _load_weights(model.module, str(whole))
+    with damage_named(whole):
+        _take_stored_dtypes(model.module, str(whole))
+        _load_weights(model.module, str(whole))
     if base is not None:
         add_adapters(model.module, model.model_transform)
-        _load_weights(model.module, str(weights), only=_ADAPTER)
+        with damage_named(weights):
+            _load_weights(model.module, str(weights), only=_ADAPTER)
         merge_adapters(model.module)
     if not as_stored:
         cast_parameters(model.module, dtype)

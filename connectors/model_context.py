@@ -1,11 +1,14 @@
 """The model of a NeMo checkpoint without its weights, as this machine can run it."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from nemo.lightning import io
 from nemo.utils import logging
+from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE
@@ -19,6 +22,23 @@ _WITHOUT = {
 }
 
 
+@contextmanager
+def damage_named(folder: Path) -> Iterator[None]:
+    """Name a folder of a NeMo checkpoint in whatever goes wrong while it is read: damaged files raise anything.
+
+    Raises:
+        ValueError: where something goes wrong.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise ValueError(
+            f"{folder} cannot be read ({reason}): it is incomplete, damaged or of another version; take another "
+            "checkpoint, or copy it again"
+        ) from error
+
+
 def load_model_context(nemo_path: Path) -> DiffusionModel:
     """The model of a NeMo checkpoint as its configuration, objective and tokenizer, without weights.
 
@@ -26,7 +46,7 @@ def load_model_context(nemo_path: Path) -> DiffusionModel:
 
     Raises:
         FileNotFoundError: where there is no checkpoint.
-        ValueError: for a Hugging Face checkpoint, and the checkpoint of another kind of model.
+        ValueError: for a Hugging Face checkpoint, a damaged one, and the checkpoint of another kind of model.
     """
     refuse_unfinished(nemo_path)
     if not (nemo_path / "context").is_dir():
@@ -35,7 +55,8 @@ def load_model_context(nemo_path: Path) -> DiffusionModel:
         raise FileNotFoundError(f"{nemo_path} is no NeMo checkpoint: it has no folder 'context'")
     import fiddle as fdl
 
-    config = io.load_context(nemo_path, subpath="model", build=False)
+    with damage_named(nemo_path / "context"):
+        config = io.load_context(nemo_path, subpath="model", build=False)
     if not issubclass(fdl.get_callable(config), DiffusionModel):
         raise ValueError(f"{nemo_path} holds a {fdl.get_callable(config).__name__}, not a diffusion model")
     there = {

@@ -35,7 +35,8 @@ def load_hf_tokenizer(folder: str | Path):
         return None
     import transformers
 
-    config = _read(folder / TOKENIZER_CONFIG)
+    # Not all of them are read here, but damage is to be known before anything is copied.
+    config, *_ = (_read(folder / name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS))
     if "auto_map" not in config:
         return _loaded(transformers.AutoTokenizer, folder)
     name = config.get("tokenizer_class")
@@ -55,7 +56,7 @@ def _loaded(tokenizer_class: type, folder: Path):
     try:
         return tokenizer_class.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # Damaged files raise anything, tokenizers' own Exception among them.
-        for name in (TOKENIZER_JSON, SPECIAL_TOKENS_MAP, ADDED_TOKENS, "vocab.json"):
+        for name in (TOKENIZER_JSON, "vocab.json"):
             _read(folder / name)
         raise ValueError(f"the tokenizer files of {folder} cannot be read ({error}); fetch them again") from error
 

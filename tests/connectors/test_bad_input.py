@@ -45,8 +45,10 @@ def test_a_tensor_in_two_shards(models, tmp_path):
         HFCheckpoint(twin)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", "3", '"x"'])
-@pytest.mark.parametrize("name", ["config.json", INDEX, "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "3", '"x"', pytest.param("[" * 100_000, id="deep")])
+@pytest.mark.parametrize(
+    "name", ["config.json", INDEX, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"]
+)
 def test_a_small_file_that_is_no_json_object_is_named(models, tmp_path, name, content):
     twin = shutil.copytree(models / "qwen3_sharded", tmp_path / "twin")
     (twin / name).write_text(content)
