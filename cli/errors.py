@@ -3,12 +3,19 @@
 All else is a failure: it keeps its traceback where there is one to keep, and ends with exit code 1.
 """
 
+import contextlib
 import errno
+import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 
 USAGE = 2
 """Exit code of what a user can mend, as shells and the parsers of options have it."""
+
+GRACE = 10
+"""Seconds in which the first of a run's processes says what is wrong, before the others exit: who started them ends all
+with the first that fails."""
 
 _OF_DISKS = frozenset(getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG"))
 _OF_PLACES = frozenset(
@@ -68,3 +75,26 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
         behind = r"\b" if "_" in name else "(?==)"
         message = re.sub(rf"(?<![\w.-]){name}{behind}", option, message)
     return message
+
+
+@contextlib.contextmanager
+def refused_once() -> Iterator[None]:
+    """Let an error of the settings, which all processes of a run find, come from the first alone.
+
+    The others exit with code 1, a moment later.
+    """
+    try:
+        yield
+    except (ValueError, FileNotFoundError):
+        if is_first_process():
+            raise
+        time.sleep(GRACE)
+        raise SystemExit(1) from None
+
+
+def is_first_process() -> bool:
+    """Whether this is the first process of a run, or alone, by what torchrun, srun and Lightning set."""
+    for rank in ("RANK", "SLURM_PROCID"):
+        if rank in os.environ:
+            return os.environ[rank] == "0"
+    return os.environ.get("NODE_RANK", "0") == os.environ.get("LOCAL_RANK", "0") == "0"

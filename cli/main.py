@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from nemo_dllm.cli import data
-from nemo_dllm.cli.errors import USAGE, in_options, is_for_users, one_line
+from nemo_dllm.cli.errors import GRACE, USAGE, in_options, is_first_process, is_for_users, one_line
 from nemo_dllm.cli.sampling import COMMANDS, REQUIRED, Command, Option, check_alternatives
 
 app = typer.Typer(
@@ -51,6 +52,9 @@ def main() -> None:
 
 
 def _show_error(message: str) -> None:
+    if not is_first_process():
+        time.sleep(GRACE)
+        return
     print(f"error: {message}", file=sys.stderr)
 
 

@@ -12,11 +12,12 @@ from nemo.lightning.pytorch.callbacks import PEFT
 from nemo.lightning.pytorch.optim import OptimizerModule
 from torch.nn.parallel import DistributedDataParallel
 
+from nemo_dllm.cli.errors import refused_once
 from nemo_dllm.collections.diffusion.attention.layers import have_transformer_engine
 from nemo_dllm.collections.diffusion.data.batch_sizes import check_batch_sizes
 from nemo_dllm.collections.diffusion.models.degrees import check_size
 from nemo_dllm.collections.diffusion.models.fsdp import check_distributed_optimizer, is_fully_sharded
-from nemo_dllm.collections.diffusion.models.layout import check_layout, refused_once
+from nemo_dllm.collections.diffusion.models.layout import check_layout
 from nemo_dllm.collections.diffusion.models.layout_options import check_layout_options
 from nemo_dllm.collections.diffusion.models.lora import LoRA
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
@@ -55,8 +56,8 @@ def pretrain(
         check_settings(model, data, trainer)
         check_cpu_memory(model, data, trainer)
         _check_optimizer(optim, trainer.strategy)
-    start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}
-    resume = start_from(init_from, resume, **start)
+        start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}
+        resume = start_from(init_from, resume, **start)
     return llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
 
 
@@ -86,9 +87,9 @@ def finetune(
         if peft is None:
             check_cpu_memory(model, data, trainer)
         _check_optimizer(optim, trainer.strategy)
-    _check_adapters(peft, model, trainer.strategy, resume, init_from)
-    start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}
-    resume = start_from(init_from, resume, **start, adapters=peft is not None)
+        _check_adapters(peft, model, trainer.strategy, resume, init_from)
+        start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}
+        resume = start_from(init_from, resume, **start, adapters=peft is not None)
     return llm.finetune(
         model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim, peft=peft, tokenizer="data"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_dllm.cli import main as cli
-from nemo_dllm.cli.errors import in_options, is_for_users, one_line
+from nemo_dllm.cli.errors import GRACE, in_options, is_for_users, one_line, refused_once
 
 MODELS = Path(__file__).parents[1] / "golden" / "models"
 
@@ -200,3 +200,52 @@ def test_failures_end_with_1(nemo, monkeypatch):
 
     monkeypatch.setattr(text, "open_session", lambda *_, **__: {}["key"])
     assert nemo("generate", f"path={BLOCKS}", "prompt=w5")[0] == 1
+
+
+RANKS = {
+    "alone": ({}, True),
+    "first of torchrun": ({"RANK": "0", "LOCAL_RANK": "0"}, True),
+    "first of another node": ({"RANK": "8", "LOCAL_RANK": "0", "NODE_RANK": "1"}, False),
+    "second of srun": ({"SLURM_PROCID": "1"}, False),
+    "first that Lightning started": ({"NODE_RANK": "0", "LOCAL_RANK": "0"}, True),
+    "second that Lightning started": ({"NODE_RANK": "0", "LOCAL_RANK": "1"}, False),
+}
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    """Sets what starts processes sets, and counts the seconds that are waited."""
+
+    def rank(environment):
+        for name in ("RANK", "SLURM_PROCID", "NODE_RANK", "LOCAL_RANK"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        waited = []
+        monkeypatch.setattr("time.sleep", waited.append)
+        return waited
+
+    return rank
+
+
+@pytest.mark.parametrize("environment, is_first", RANKS.values(), ids=RANKS)
+def test_the_first_of_several_processes_has_the_word(rank, capsys, monkeypatch, environment, is_first):
+    waited = rank(environment)
+    monkeypatch.setattr(sys, "argv", ["nemo-dllm", "generate", "no/such/model", "--prompt", "a", "--steps", "0"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ") == is_first
+    # The others leave it the time to speak: torchrun ends all with the first that fails.
+    assert waited == [] if is_first else [GRACE]
+
+
+@pytest.mark.parametrize("environment, is_first", RANKS.values(), ids=RANKS)
+def test_settings_are_refused_once(rank, environment, is_first):
+    waited = rank(environment)
+    with pytest.raises(ValueError if is_first else SystemExit) as ended, refused_once():
+        raise ValueError("two and two are five")
+    assert str(ended.value) == ("two and two are five" if is_first else "1")
+    assert waited == [] if is_first else [GRACE]
+    with pytest.raises(KeyError), refused_once():
+        raise KeyError("what no user can mend")

@@ -1,11 +1,7 @@
 """Whether a model, its data and a layout of ranks go together, told before anything is built."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import lightning.pytorch as pl
 from nemo.collections.llm.gpt.model.base import GPTConfig
-from nemo.utils.get_rank import is_global_rank_zero
 
 from nemo_dllm.collections.diffusion.models.degrees import (
     CONTEXT,
@@ -22,17 +18,6 @@ from nemo_dllm.collections.diffusion.models.degrees import (
 )
 from nemo_dllm.collections.diffusion.models.layout_stages import check_stages
 from nemo_dllm.collections.diffusion.objectives import Objective
-
-
-@contextmanager
-def refused_once() -> Iterator[None]:
-    """Let an error of the settings, which all ranks find, come from the first alone; the others exit with code 1."""
-    try:
-        yield
-    except (ValueError, FileNotFoundError):
-        if is_global_rank_zero():
-            raise
-        raise SystemExit(1) from None
 
 
 def check_layout(config: GPTConfig, objective: Objective, trainer: pl.Trainer, data: pl.LightningDataModule) -> Degrees:
