@@ -1,6 +1,6 @@
 """The benchmark of sampling, on a CPU."""
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 
@@ -12,10 +12,9 @@ pytestmark = pytest.mark.nemo
 
 @pytest.fixture(scope="module")
 def benchmark(single_process):
-    spec = importlib.util.spec_from_file_location("sample", Path(__file__).parents[2] / "benchmarks" / "sample.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+        yield importlib.import_module("sample")
 
 
 def test_bytes_and_operations_by_hand(benchmark):
