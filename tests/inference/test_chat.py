@@ -93,6 +93,15 @@ def test_the_command_talks_line_by_line(single_process, template_file, tmp_path,
     assert page.count('"title": "w5"') == 8 and "w1 w5" not in page
 
 
+def test_bytes_that_are_no_text_do_not_end_the_conversation(monkeypatch):
+    from rich.console import Console
+
+    from nemo_dllm.collections.diffusion.inference.chat import _said
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"w5\n\xff w6\nw7\n"), encoding="utf-8"))
+    assert list(_said(Console())) == ["w5", "\N{REPLACEMENT CHARACTER} w6", "w7"]
+
+
 def test_variables_of_the_template(session, template_file, monkeypatch, capsys):
     from nemo_dllm.collections.diffusion.inference.chat import Chat, chat
 

@@ -86,3 +86,5 @@ def test_bad_texts(infill, tmp_path):
         infill(prefix="w5", length=0)
     with pytest.raises(ValueError, match="the text has 601 tokens, and the model's context is 512"):
         infill(text="w5 <mask:600>")
+    with pytest.raises(ValueError, match="the text has 1000000000000001 tokens"):
+        infill(text="w5 <mask:1000000000000000>")

@@ -140,6 +140,7 @@ def test_an_end_is_told_from_a_full_length(generate, tmp_path):
         ('{"prompt": "w5"}\n\n["w5"]\n', r'in.jsonl, line 3: no text "prompt" in it'),
         ('{"prompt": "w5}\n', r"in.jsonl, line 1: no JSON \(Unterminated string"),
         ("\n", r"in.jsonl holds no line"),
+        ('{"prompt": "w5 \\ud800"}\n', "half of a surrogate pair at character 4, which is no text"),
         (b"\xff\xfe", r"in.jsonl is not UTF-8 text \(invalid start byte at byte 0\)"),
     ],
 )
@@ -147,6 +148,15 @@ def test_bad_files_of_prompts(generate, tmp_path, content, error):
     (tmp_path / "in.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=error):
         generate(prompt_file=tmp_path / "in.jsonl")
+
+
+def test_a_file_that_begins_with_a_mark_of_its_encoding(generate, tmp_path):
+    line = json.dumps({"prompt": "w5"}) + "\n"
+    printed = []
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "in.jsonl").write_text(line, encoding=encoding)
+        printed.append(generate(prompt_file=tmp_path / "in.jsonl", settings={"max_new_tokens": 4, "seed": 0}).out)
+    assert printed[0] == printed[1] and json.loads(printed[0])["prompt"] == "w5"
 
 
 def test_bad_arguments(generate, tmp_path, monkeypatch):
@@ -164,5 +174,9 @@ def test_bad_arguments(generate, tmp_path, monkeypatch):
         generate(num_samples=0)
     with pytest.raises(ValueError, match="stream=True, watch=True and replay=FILE follow a single text"):
         generate(num_samples=2, watch=True)
+    with pytest.raises(ValueError, match="replay=talk.gif would be a page under the name of something else"):
+        generate(replay="talk.gif")
+    with pytest.raises(FileNotFoundError, match="replay=.*absent/talk.html is in a folder that does not exist"):
+        generate(replay=tmp_path / "absent" / "talk.html")
     with pytest.raises(FileNotFoundError, match="output=.*absent/out.jsonl is in a folder that does not exist"):
         generate(output=tmp_path / "absent" / "out.jsonl")

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,9 @@ def _read_variables(text: str | None) -> dict[str, Any]:
 
 def _said(console: Console) -> Iterator[str]:
     """What the user types, line by line, without empty lines; nothing where standard input is closed."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        # A byte that is no text must not end the conversation.
+        sys.stdin.reconfigure(errors="replace")
     while sys.stdin is not None:
         try:
             text = console.input("[bold]> [/]") if sys.stdin.isatty() else input()

@@ -48,14 +48,14 @@ def infill_text(session: Session, parts: list[str | int]) -> str:
         The whole text.
     """
     model, tokens, holes = session.model, [], []
-    for part in parts:
-        ids = [0] * part if isinstance(part, int) else model.encode(part)
+    encoded = [part if isinstance(part, int) else model.encode(part) for part in parts]
+    length = sum(part if isinstance(part, int) else len(part) for part in encoded)
+    if length > model.seq_length:
+        raise ValueError(f"the text has {length} tokens, and the model's context is {model.seq_length}; shorten it")
+    for part in encoded:
+        ids = [0] * part if isinstance(part, int) else part
         tokens += ids
         holes += [isinstance(part, int)] * len(ids)
-    if len(tokens) > model.seq_length:
-        raise ValueError(
-            f"the text has {len(tokens)} tokens, and the model's context is {model.seq_length}; shorten it"
-        )
     if holes[0] and session.config.bos_token_id is not None:
         # Shifted logits score a token from its left neighbour.
         tokens, holes = [session.config.bos_token_id, *tokens], [False, *holes]

@@ -102,8 +102,14 @@ class LoadedModel:
         """Token ids of a text, without added special tokens.
 
         Raises:
-            ValueError: where the checkpoint has no tokenizer.
+            ValueError: where the checkpoint has no tokenizer, or JSON or a command line has brought what is no text.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text has half of a surrogate pair at character {error.start + 1}, which is no text; take it out"
+            ) from error
         return self._text_tokenizer().text_to_ids(text)
 
     def decode(self, token_ids: list[int]) -> str:

@@ -24,13 +24,13 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def read_utf8(path: Path) -> str:
-    """The text of a file.
+    """The text of a file, without the mark that some editors put before it.
 
     Raises:
         ValueError: where it is not UTF-8.
     """
     try:
-        return path.read_bytes().decode()
+        return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
 

@@ -56,9 +56,17 @@ class Replay:
     Args:
         path: file to write, over an existing one.
         title: what is shown above the text; may be changed between rows.
+
+    Raises:
+        ValueError: the file has the name of something else than a page.
+        FileNotFoundError: its folder does not exist.
     """
 
     def __init__(self, path: Path, title: str = ""):
+        if path.suffix not in (".html", ".htm"):
+            raise ValueError(f"replay={path} would be a page under the name of something else; name an .html file")
+        if not path.absolute().parent.is_dir():
+            raise FileNotFoundError(f"replay={path} is in a folder that does not exist; make it first")
         self.path, self.title = path, title
         self._frames: list[dict] = []
 

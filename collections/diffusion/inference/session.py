@@ -95,9 +95,14 @@ def open_session(
             another text at temperatures above 0.
         watch: show denoising on standard error; None does so on a terminal.
         replay: HTML file to write.
+
+    Raises:
+        FileNotFoundError, ValueError: see :func:`load_checkpoint`, ``LoadedModel.sampler_config`` and ``Replay``.
     """
     # Lists, as command lines give them, are tuples in SamplerConfig.
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    # What it refuses, it refuses before the model is loaded, which takes long.
+    recorded = None if replay is None else Replay(Path(replay))
     model = load_checkpoint(path, best=best)
     if settings.get("seed") is None:
         settings["seed"] = torch.seed() % 2**31
@@ -106,7 +111,7 @@ def open_session(
         model,
         model.sampler_config(preset, **settings),
         Console(stderr=True) if shown else None,
-        None if replay is None else Replay(Path(replay)),
+        recorded,
     )
 
 
