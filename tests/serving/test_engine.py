@@ -326,3 +326,5 @@ def test_closing_ends_what_is_left(kit, engine_of, row_of):
 def test_limits_are_at_least_1():
     with pytest.raises(ValueError, match="max_batch_rows=0 must be at least 1"):
         ServerLimits(max_batch_rows=0)
+    with pytest.raises(ValueError, match="timeout_seconds=nan must be at least 1"):
+        ServerLimits(timeout_seconds=float("nan"))

@@ -79,6 +79,15 @@ def test_one_mistake_of_a_list_is_enough():
     assert error.value.error_count() == 2
 
 
+def test_values_of_any_depth_are_told_in_short():
+    nested = []
+    for _ in range(5_000):
+        nested = [nested]
+    with pytest.raises(ValidationError) as error:
+        CompletionRequest(prompt="a", logit_bias=nested)
+    assert error.value.errors()[0]["msg"].endswith("is not supported; leave it out")
+
+
 def test_what_says_that_nothing_is_wanted_is_let_through():
     completion(logprobs=None, echo=False, best_of=1, presence_penalty=0.0, logit_bias={}, user="me")
     turn = {"role": "user", "content": "a"}

@@ -30,5 +30,5 @@ class ServerLimits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value < 1:
+            if not value >= 1:
                 raise ValueError(f"{field.name}={value} must be at least 1")
