@@ -63,7 +63,7 @@ def test_what_comes_after_the_time_that_there_is_does_not_run(gpu, tmp_path):
     assert not (tmp_path / "tag.log").exists()
 
 
-MATES = {"pair1": "left1", "left1": "pair1"}
+MATES = {"pair1": "left1", "left1": "pair1", "one": "other", "other": "one"}
 """Commands that end when both have begun."""
 SAY = """
 import json, os, sys, time
@@ -110,16 +110,16 @@ def test_groups_take_turns_with_the_devices(gpu, tmp_path):
 def test_a_group_waits_for_that_whose_files_it_reads(gpu, tmp_path):
     code = shlex.quote(SAY.replace("{", "{{").replace("}", "}}"))
     groups = {
-        name: gpu.Group(1, 1, 60, {name: f"python -c {code} {{out}} {name}"}, after=after)
+        name: gpu.Group(1, 1, 250, {name: f"python -c {code} {{out}} {name} {MATES.get(name, '')}"}, after=after)
         for name, after in (("one", None), ("other", None), ("pair", "one"), ("alone", "absent"))
     }
     arguments = argparse.Namespace(
-        out=tmp_path, files=tmp_path, only=None, devices=[0, 1, 2, 3], deadline=time.monotonic() + 60
+        out=tmp_path, files=tmp_path, only=None, devices=[0, 1, 2, 3], deadline=time.monotonic() + 280
     )
     with (tmp_path / "console").open("w") as file:
         assert gpu.run_side_by_side(groups, arguments, Console(file=file)) == [0] * 4
     told = {name: json.loads((tmp_path / name).read_text()) for name in groups}
-    assert told["pair"][0] >= told["one"][1] and told["other"][0] < told["one"][1]
+    assert told["pair"][0] >= told["one"][1]
 
 
 def test_more_devices_than_there_are(gpu, monkeypatch, tmp_path, capsys):
