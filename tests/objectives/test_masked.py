@@ -160,6 +160,20 @@ def test_errors_of_settings(settings, message):
         MaskedDiffusion(**({"mask_token_id": MASK} | settings))
 
 
+def test_force_mask_treats_packed_documents_as_if_alone(objective, text):
+    tokens_BL, mask_BL = text(2, 12)
+    document_BL = torch.tensor([[0] * 3 + [1] * 8 + [2], [4] * 12])
+    mask_BL[0, 11] = False
+    late = {"time": torch.full((2,), 1e-3), "uniforms_BL": torch.rand(2, 12) * 0.9 + 0.05}
+    it = objective(force_mask=True)
+    packed = it.corrupt(tokens_BL, mask_BL, torch.arange(2), document_BL=document_BL, **late)
+    assert [row.tolist().count(True) for row in packed.masked] == [2, 1]
+    for row, part in ((0, slice(0, 3)), (0, slice(3, 11)), (1, slice(0, 12))):
+        noise = {"time": torch.tensor([1e-3]), "uniforms_BL": late["uniforms_BL"][row : row + 1, part]}
+        alone = it.corrupt(tokens_BL[row : row + 1, part], mask_BL[row : row + 1, part], torch.arange(1), **noise)
+        assert torch.equal(packed.masked[row, part], alone.masked[0])
+
+
 def test_errors_of_use(objective, text):
     tokens_BL, mask_BL = text(2, 4)
     with pytest.raises(ValueError, match="needs group_size .* which is None; set group_size, or an iid time_sampling"):

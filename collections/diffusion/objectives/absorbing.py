@@ -74,8 +74,8 @@ class AbsorbingDiffusion:
         right_shift: the logits at position i - 1 predict token i, as in models that began autoregressive. The first
             position of a row (of each document, in packed rows) then has no logits and is never masked: prepend a BOS
             token where the first token is to be trained.
-        force_mask: mask in every row at least the maskable position with the smallest uniform. The weight does not
-            account for it, so the loss is no longer exactly the NELBO.
+        force_mask: mask in every document at least the maskable position with the smallest uniform. The weight does
+            not account for it, so the loss is no longer exactly the NELBO.
         complementary: give the model each sample twice, the second time with exactly those maskable tokens masked
             that the first view shows, so that every one is scored once (Wu et al. 2025, "Fast-dLLM v2"). A batch of B
             samples becomes 2 B rows, at twice the cost. The pair counts as one sample in every denominator. Its
@@ -215,7 +215,7 @@ class AbsorbingDiffusion:
             for noise_RP in self._noise(time_BP, clipped)
         )
         uniforms_BL = uniforms_BL.to(device, torch.float32, non_blocking=True)
-        masked_BL = self._draw_masked(maskable_BL, uniforms_BL, rate_RL[: len(tokens_BL)])
+        masked_BL = self._draw_masked(maskable_BL, uniforms_BL, rate_RL[: len(tokens_BL)], position_BL)
         masked_RL = torch.cat([masked_BL, maskable_BL & ~masked_BL]) if self.complementary else masked_BL
         scale_B1, count = LOSS_NORMS[self.loss_norm](maskable_BL)
         loss_weight_RL = LOSS_WEIGHTS[self.loss_weight](weight_RL) * scale_B1.repeat(self.views, 1)
@@ -261,12 +261,16 @@ class AbsorbingDiffusion:
             weight_RP = weight_RP * ((high - low) / (schedule.alpha(low) - schedule.alpha(high)))
         return rate_RP, time_RP, weight_RP
 
-    def _draw_masked(self, maskable_BL: Tensor, uniforms_BL: Tensor, mask_rate_BL: Tensor) -> Tensor:
+    def _draw_masked(
+        self, maskable_BL: Tensor, uniforms_BL: Tensor, mask_rate_BL: Tensor, position_BL: Tensor
+    ) -> Tensor:
         masked_BL = uniforms_BL < mask_rate_BL
         if self.force_mask:
-            # If any position of a row is masked, so is the one with the smallest uniform: adding it changes nothing.
-            smallest_B1 = uniforms_BL.masked_fill(~maskable_BL, 1.0).argmin(dim=1, keepdim=True)
-            masked_BL = masked_BL.scatter(1, smallest_B1, True)
+            # If any position of a document is masked, so is the one with the smallest uniform: this changes nothing.
+            document_BL = segments(position_BL, None).expand_as(maskable_BL)
+            candidates_BL = uniforms_BL.masked_fill(~maskable_BL, 1.0)
+            smallest_BL = torch.ones_like(candidates_BL).scatter_reduce(1, document_BL, candidates_BL, "amin")
+            masked_BL = masked_BL | (candidates_BL == smallest_BL.gather(1, document_BL))
         return masked_BL & maskable_BL
 
     def score(self, tokens_BL: Tensor, corruption: Corruption) -> ScoredTokens:
