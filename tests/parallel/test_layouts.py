@@ -72,6 +72,7 @@ TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 INTERLEAVED = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
+TABLES_AS_LAYERS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 CONTEXT = {"context_parallel_size": 2}
 EXPERT = {"expert_model_parallel_size": 2}
 FULLY_SHARDED = {"fsdp": "megatron"}
@@ -81,11 +82,16 @@ LAYOUTS = {
     "tensor and sequence": (2, SEQUENCE),
     "pipeline": (2, PIPELINE),
     "interleaved pipeline": (2, INTERLEAVED),
+    "pipeline, uneven": (2, PIPELINE | {"num_layers_in_first_pipeline_stage": 3}),
+    "interleaved pipeline, uneven": (2, INTERLEAVED | {"num_layers_in_last_pipeline_stage": 2}),
+    "pipeline, tables as layers": (2, PIPELINE | TABLES_AS_LAYERS),
+    "pipeline, laid out": (2, PIPELINE | {"pipeline_model_parallel_layout": "E|ttttL"}),
     "distributed optimizer": (2, {}),
     "distributed optimizer, overlapped": (2, {}),
     "fully sharded": (2, FULLY_SHARDED),
     "context": (2, CONTEXT),
     "expert": (2, EXPERT),
+    "expert tensor alone": (2, {"expert_tensor_parallel_size": 2}),
     "expert tensor": (2, SEQUENCE | {"expert_tensor_parallel_size": 2}),
     "tensor, and experts whole": (2, SEQUENCE | EXPERT | {"expert_tensor_parallel_size": 1}),
     "tensor x pipeline": (4, SEQUENCE | PIPELINE),
@@ -102,6 +108,7 @@ FOR_DENSE = (
     *("tensor", "tensor and sequence", "pipeline", "interleaved pipeline", "distributed optimizer"),
     *("distributed optimizer, overlapped", "fully sharded", "context"),
 )
+RARE = [name for name in LAYOUTS if name.endswith(("uneven", "as layers", "laid out", "alone"))]
 FOR_EXPERTS = (*FOR_DENSE[2:], "expert", "expert tensor", "tensor, and experts whole")
 ON_FOUR = [name for name, (ranks, _) in LAYOUTS.items() if ranks == 4]
 # All layouts of these are quick enough for every run of the tests; of the other tasks, the layouts in QUICK are.
@@ -132,6 +139,12 @@ CASES = [
         for model in ("dense", "balanced experts")
         for task in MAIN_TASKS
         for layout in ON_FOUR
+        if model != "dense" or "expert" not in layout
+    ),
+    *(
+        case(model, "bd3lm, documents", layout, slow=True)
+        for model in ("dense", "balanced experts")
+        for layout in RARE
         if model != "dense" or "expert" not in layout
     ),
 ]
