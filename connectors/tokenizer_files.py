@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": 
 def load_hf_tokenizer(folder: str | Path):
     """The transformers tokenizer of a checkpoint folder; None where the folder has no tokenizer files.
 
-    Code in the folder never runs. A tokenizer that is published as code is read from its tokenizer.json, or by the
-    class of transformers that does the same.
+    Code in the folder never runs. A tokenizer that is published as code, or of a class that the installed transformers
+    lacks, is read from its tokenizer.json, or by the class of transformers that does the same.
 
     Raises:
         ValueError: where there is neither, or files are damaged.
@@ -37,15 +38,16 @@ def load_hf_tokenizer(folder: str | Path):
 
     # Not all of them are read here, but damage is to be known before anything is copied.
     config, *_ = (_read(folder / name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS))
-    if "auto_map" not in config:
-        return _loaded(transformers.AutoTokenizer, folder)
     name = config.get("tokenizer_class")
+    if "auto_map" not in config and not _is_unknown(name):
+        return _loaded(transformers.AutoTokenizer, folder)
     if (folder / TOKENIZER_JSON).is_file():
         return _loaded(transformers.PreTrainedTokenizerFast, folder)
     if name in _SAME_AS:
         return _loaded(getattr(transformers, _SAME_AS[name]), folder)
+    what = "code of the checkpoint" if "auto_map" in config else "of a class that transformers lacks"
     raise ValueError(
-        f"the tokenizer of {folder} is code of the checkpoint ({name}), which is never run, and there is no "
+        f"the tokenizer of {folder} is {what} ({name}), which is never run, and there is no "
         f"{TOKENIZER_JSON}; save the tokenizer with one (tokenizer.backend_tokenizer.save) and try again"
     )
 
@@ -53,12 +55,26 @@ def load_hf_tokenizer(folder: str | Path):
 def _loaded(tokenizer_class: type, folder: Path):
     if not (folder / TOKENIZER_JSON).is_file() and (folder / "tokenizer.model").is_file():
         _make_sentencepiece_models_readable()
+    config = _read(folder / TOKENIZER_CONFIG)
     try:
-        return tokenizer_class.from_pretrained(str(folder), trust_remote_code=False)
+        return tokenizer_class.from_pretrained(str(folder), trust_remote_code=False, **_as_transformers_4(config))
     except Exception as error:  # Damaged files raise anything, tokenizers' own Exception among them.
         for name in (TOKENIZER_JSON, "vocab.json"):
             _read(folder / name)
         raise ValueError(f"the tokenizer files of {folder} cannot be read ({error}); fetch them again") from error
+
+
+def _is_unknown(name: Any) -> bool:
+    """Whether the installed transformers lacks a class: version 5 saves most as ``TokenizersBackend``."""
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    return isinstance(name, str) and tokenizer_class_from_name(name) is None
+
+
+def _as_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of tokenizer_config.json in the spelling of version 4, which 5 reads too, where 5 has its own."""
+    extra = config.get("extra_special_tokens")
+    return {"additional_special_tokens": extra, "extra_special_tokens": {}} if isinstance(extra, list) else {}
 
 
 def _make_sentencepiece_models_readable() -> None:
@@ -82,7 +98,8 @@ def is_special(tokenizer, token_id: int) -> bool:
 def write_mask_token(folder: Path, mask_token: MaskToken) -> None:
     """Make a token the mask token of the tokenizer files of a folder, added where it is new; all else stays.
 
-    Where they leave their class to the ``model_type`` of config.json, which conversions change, they name it then.
+    Where they leave their class to the ``model_type`` of config.json, which conversions change, or name one that
+    transformers 4 lacks, they name one then that every version has.
 
     Raises:
         ValueError: where a tokenizer loaded from the files would not have it under its id.
@@ -96,7 +113,8 @@ def write_mask_token(folder: Path, mask_token: MaskToken) -> None:
         ]
         _write(folder / TOKENIZER_JSON, tokenizer_json)
     config = _read(folder / TOKENIZER_CONFIG)
-    if "tokenizer_class" not in config:
+    config |= _as_transformers_4(config)
+    if "tokenizer_class" not in config or _is_unknown(config["tokenizer_class"]):
         config["tokenizer_class"] = type(load_hf_tokenizer(folder)).__name__
     config["mask_token"] = mask_token.text
     if mask_token.added and "added_tokens_decoder" in config:
