@@ -1,5 +1,6 @@
 """The life of a server's process: before its model is there, and when it is told to stop."""
 
+import gc
 import json
 import os
 import re
@@ -12,8 +13,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 
+from nemo_dllm.collections.diffusion.serving import ServedModel, ServerLimits
 from nemo_dllm.collections.diffusion.serving.loading import answering_while_loading
+from nemo_dllm.collections.diffusion.serving.server import run_until_stopped
 
 # A toy that takes its time, in a process of its own.
 SCRIPT = """
@@ -109,6 +113,17 @@ def test_what_takes_longer_than_its_time_is_cut_off(process):
             for _ in parts:
                 pass
     assert server.wait(300) == 0
+
+
+def test_garbage_is_not_looked_for_in_what_is_loaded(kit, monkeypatch):
+    """A body of many small lists starts collections, and with NeMo in the process each takes seconds."""
+    frozen, told = [], signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: frozen.append(gc.get_freeze_count()))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        run_until_stopped(ServedModel(kit.ToyModel(), "toy"), ServerLimits(), None, listening, "127.0.0.1")
+    gc.unfreeze()
+    signal.signal(signal.SIGTERM, told)
+    assert frozen[0] > 0.9 * len(gc.get_objects())
 
 
 def test_a_server_says_that_it_is_loading(kit):

@@ -1,5 +1,6 @@
 """A server for the model of a checkpoint."""
 
+import gc
 import logging
 import os
 import signal
@@ -97,6 +98,9 @@ def run_until_stopped(
         access_log=False,
         timeout_graceful_shutdown=limits.shutdown_seconds,
     )
+    # What is there now stays. Garbage would be looked for in all of it else, for seconds, while every request waits.
+    gc.collect()
+    gc.freeze()
     # uvicorn ends open requests, and then passes the signal on.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
