@@ -1,7 +1,7 @@
 """What a recipe needs of a GPU's memory, from sizes alone."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,6 +63,25 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits
 
 
+def count_adapters(config: GPTConfig, rank: int, target_modules: Sequence[str]) -> int:
+    """Count the parameters of low-rank adapters.
+
+    Args:
+        config: the model's configuration: gated MLPs.
+        rank: of the adapters.
+        target_modules: names of linear layers, or patterns of full names that end in one; routed experts have none.
+    """
+    hidden, queries = config.hidden_size, config.num_attention_heads * config.kv_channels
+    keys_values, units = 2 * config.num_query_groups * config.kv_channels, config.ffn_hidden_size
+    ends = {
+        "linear_qkv": hidden + queries + keys_values,
+        "linear_proj": queries + hidden,
+        "linear_fc1": hidden + 2 * units,
+        "linear_fc2": units + hidden,
+    }
+    return config.num_layers * rank * sum(ends.get(name.rpartition(".")[2], 0) for name in target_modules)
+
+
 class Held(NamedTuple):
     """Parameters on one rank."""
 
@@ -114,6 +133,7 @@ def estimate_training_memory(
     global_batch_size: int,
     recompute: Recomputation | None = None,
     vocab_size: int | None = None,
+    adapters: int | None = None,
 ) -> MemoryEstimate:
     """Estimate for a model, its objective and the sizes of its data; see :func:`estimate_memory`.
 
@@ -126,6 +146,7 @@ def estimate_training_memory(
         global_batch_size: samples of a step.
         recompute: None is what the configuration says.
         vocab_size: for a configuration that leaves it to the tokenizer.
+        adapters: parameters that are trained beside the model's, which are frozen then; None trains the model's.
     """
     scored = micro_batch_size * seq_length * objective.views
     ranks = layout.num_nodes * layout.gpus_per_node // (layout.tensor * layout.pipeline * layout.context)
@@ -137,6 +158,7 @@ def estimate_training_memory(
         micro_batches=max(global_batch_size // (micro_batch_size * max(ranks, 1)), 1),
         recompute=recompute,
         vocab_size=vocab_size,
+        adapters=adapters,
     )
 
 
@@ -149,6 +171,7 @@ def estimate_memory(
     micro_batches: int | None = None,
     recompute: Recomputation | None = None,
     vocab_size: int | None = None,
+    adapters: int | None = None,
 ) -> MemoryEstimate:
     """Estimate for training in bf16 with the distributed optimizer, experts in balance.
 
@@ -164,6 +187,7 @@ def estimate_memory(
         micro_batches: of a step; None is as many as pipeline stages can have under way.
         recompute: what is computed again instead of being kept; None is what the configuration says.
         vocab_size: for a configuration that leaves it to the tokenizer.
+        adapters: see :func:`estimate_training_memory`; ranks are taken to hold equal parts of them.
     """
     recompute = recompute or Recomputation.of(config)
     counts = count_parameters(config, vocab_size)
@@ -175,13 +199,14 @@ def estimate_memory(
     for stage in {0, layout.pipeline - 1}:
         held = _held(counts, layout, counts.tables if layout.pipeline == 1 else 1)
         stored = here * kept * _chunks_under_way(layout, stage, micro_batches)
-        head = _head_bytes(config, layout, held, here, scored_here) if stage == layout.pipeline - 1 else 0.0
+        trained = held.table if adapters is None else 0.0
+        head = _head_bytes(config, layout, held, trained, here, scored_here) if stage == layout.pipeline - 1 else 0.0
         # A table that is both embedding and head has its gradient when the embedding's is there too.
-        waiting = 2 * held.table if layout.pipeline == counts.tables == 1 else 0.0
+        waiting = 2 * trained if layout.pipeline == counts.tables == 1 else 0.0
         if layout.fully_sharded:
             phases += _fully_sharded_phases(counts, layout, held, stored, here * working, head, waiting)
         else:
-            state = _state(layout, held)
+            state = _state(layout, held, adapters)
             phases.append(MemoryEstimate(*state, activations=stored, logits=head))
             phases.append(MemoryEstimate(*state, activations=stored + here * working, logits=waiting))
     return max(phases, key=lambda phase: phase.total)
@@ -203,8 +228,12 @@ def _held(counts: ParameterCounts, layout: Layout, tables: int) -> Held:
     )
 
 
-def _state(layout: Layout, held: Held) -> tuple[float, float, float]:
+def _state(layout: Layout, held: Held, adapters: int | None) -> tuple[float, float, float]:
     """Bytes of weights, of gradients and of the optimizer, whose shares context-parallel ranks take as well."""
+    if adapters is not None:
+        here = adapters / (layout.tensor * layout.pipeline)
+        ranks = layout.num_nodes * layout.gpus_per_node
+        return 2 * (held.dense + held.experts + here), 4 * here, 12 * adapters / ranks
     per_stage = layout.num_nodes * layout.gpus_per_node / layout.pipeline
     optimizer = held.dense / (per_stage / layout.tensor)
     optimizer += held.experts / (per_stage / (layout.expert * layout.expert_tensor))
@@ -220,14 +249,16 @@ def _chunks_under_way(layout: Layout, stage: int, micro_batches: int | None) -> 
     return min(under_way, layout.virtual * micro_batches if micro_batches else under_way)
 
 
-def _head_bytes(config: GPTConfig, layout: Layout, held: Held, positions: float, scored: float) -> float:
+def _head_bytes(
+    config: GPTConfig, layout: Layout, held: Held, trained: float, positions: float, scored: float
+) -> float:
     """What the head needs when its input is there: chunks of logits, of which the last goes when the next has come.
 
     Beside them the gradient of its weights, fp32 first and then in bf16 too; hidden states before and after the final
     norm; of the scored positions, hidden states and their gradient. Sequence parallelism gathers all hidden states.
     """
     chunk = 2 * min(DEFAULT_CHUNK, scored) * held.table / config.hidden_size
-    logits = max((2 if scored > DEFAULT_CHUNK else 1) * chunk + 4 * held.table, chunk + 6 * held.table)
+    logits = max((2 if scored > DEFAULT_CHUNK else 1) * chunk + 4 * trained, chunk + 6 * trained)
     gathered = positions if layout.sequence and layout.tensor > 1 else 0
     norm = 2 * scored / (layout.tensor if layout.sequence else 1)
     return logits + 2 * config.hidden_size * (2 * scored + gathered + norm)

@@ -63,7 +63,7 @@ def _why_nothing_fits(planner: Planner, gpus: int, memory: float) -> str:
     hint = f"it takes {fewest} of them" if fewest else "no number of them is enough; take GPUs of more memory"
     return (
         f"does not fit {gpus} GPUs of {memory:g} GB in any layout: all weights, gradients and moments are "
-        f"{18 * planner.parameters / 1e9:,.0f} GB; {hint}"
+        f"{planner.state_bytes / 1e9:,.0f} GB; {hint}"
     )
 
 

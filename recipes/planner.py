@@ -10,7 +10,7 @@ from nemo.collections.llm import GPTConfig
 
 from nemo_dllm.recipes.activations import EVERY_LAYER, NOTHING, Recomputation
 from nemo_dllm.recipes.builder import Layout, layout_of_strategy, nodes_of, strategy_fields
-from nemo_dllm.recipes.memory import MemoryEstimate, count_parameters, estimate_training_memory
+from nemo_dllm.recipes.memory import MemoryEstimate, count_adapters, count_parameters, estimate_training_memory
 
 SHORTEST_SHARD = 4096
 """Tokens of a sample on a GPU below which no context parallelism is proposed."""
@@ -82,11 +82,20 @@ class Planner:
         self.config: GPTConfig = fdl.build(recipe.model.config)
         self.objective = fdl.build(recipe.model.objective)
         self.vocab_size = getattr(recipe.data, "vocab_size", None)
+        peft = fdl.build(getattr(recipe, "peft", None))
+        self.adapters = peft and count_adapters(self.config, peft.dim, peft.target_modules)
 
     @property
     def parameters(self) -> int:
         """Of the model."""
         return count_parameters(self.config, self.vocab_size).total
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all weights, gradients, fp32 copies and moments."""
+        if self.adapters is None:
+            return 18 * self.parameters
+        return 2 * self.parameters + 18 * self.adapters
 
     def own(self, gpus: int) -> Candidate:
         """The recipe as it stands, on so many GPUs."""
@@ -204,6 +213,7 @@ class Planner:
             global_batch_size=global_batch_size,
             recompute=recompute,
             vocab_size=self.vocab_size,
+            adapters=self.adapters,
         )
         return Candidate(layout, micro_batch_size, global_batch_size, recompute, memory)
 

@@ -258,3 +258,30 @@ def test_a_strategy_and_its_layout():
     for layout in (Layout(), whole_sequence, Layout(1, 6, pipeline=3, virtual=2), Layout(fully_sharded=True)):
         gpus = layout.num_nodes * layout.gpus_per_node
         assert layout_of_strategy(strategy_fields(layout), gpus) == layout
+
+
+def test_frozen_weights_have_neither_gradients_nor_moments(config, estimate):
+    """Of adapters alone, whose parts all ranks hold alike; the head forms no gradient of its weights either."""
+    whole, adapted = estimate(config()), estimate(config(), adapters=1000)
+    assert adapted.weights == 2 * (PARAMETERS + 1000)
+    assert (adapted.gradients, adapted.optimizer) == (4 * 1000, 12 * 1000)
+    assert adapted.activations == whole.activations
+    divided = estimate(config(), {"tensor_model_parallel_size": 2, "sequence_parallel": True}, gpus=4, adapters=1000)
+    assert (divided.gradients, divided.optimizer) == (4 * 500, 3 * 1000)
+
+
+@pytest.mark.parametrize(
+    "target_modules", [["linear_qkv", "linear_proj"], ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]]
+)
+def test_adapters_are_counted_as_they_are_built(single_process, config, target_modules):
+    from nemo_dllm.collections.diffusion.models.lora import LoRA, add_adapters
+    from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
+    from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+    from nemo_dllm.recipes.memory import count_adapters
+
+    model = MDLMModel(config(num_layers=2), MaskedDiffusion(mask_token_id=99), transformer_impl="local")
+    model.configure_model()
+    add_adapters(model.module, LoRA(target_modules=target_modules, dim=3))
+    trained = sum(parameter.numel() for name, parameter in model.named_parameters() if ".adapter." in name)
+    assert trained == count_adapters(config(num_layers=2), 3, target_modules)
+    assert count_adapters(config(num_layers=2), 3, ["decoder.layers.*.self_attention.linear_proj", "other"]) > 0

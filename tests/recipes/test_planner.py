@@ -123,3 +123,16 @@ def test_nodes_are_alike():
 
     numbers = {1: (1, 1), 6: (1, 6), 8: (1, 8), 9: (3, 3), 12: (2, 6), 13: (13, 1), 24: (3, 8), 1000: (125, 8)}
     assert {gpus: nodes_of(gpus) for gpus in numbers} == numbers
+
+
+def test_adapters_need_little_beside_the_weights(planner):
+    """Of LLaDA 8B: one GPU, where all its weights take four."""
+    plans = planner("llada_8b_lora")
+    # Rank 32, of 32 layers: attention's two products, and the MLP's.
+    ends = (4096 + 3 * 4096) + 2 * 4096 + (4096 + 2 * 12288) + (12288 + 4096)
+    assert plans.adapters == 32 * 32 * ends
+    first = plans.fitting(1, 80.0)[0]
+    assert first.memory.gradients == 4 * plans.adapters and first.memory.optimizer == 12 * plans.adapters
+    assert planner("llada_8b_finetune").fitting(1, 80.0) == []
+    # Of experts, attention alone.
+    assert planner("sdar_30b_a3b_lora").adapters == 48 * 32 * ((2048 + 4096 + 2 * 512) + (4096 + 2048))
