@@ -199,14 +199,18 @@ def _finish(folder: Path, engine: Engine, facts: CheckpointFacts) -> tuple[int, 
             f"{served.architecture} that attends in the manner {facts.attention}"
         )
     layout = engine.layouts[served.architecture]
-    described = family.config.to_hf(hf_to_nemo_config(folder))
+    nemo_config = hf_to_nemo_config(folder)
+    described = family.config.to_hf(nemo_config)
+    # Engines pass over these too: rotary tables, and a tied head that is stored.
+    table = family.key_table(nemo_config)
+    shapes = {name: shape for name, shape in checkpoint.shapes.items() if table.reason_to_ignore(name) is None}
     silent = {f"{name}_token_id": facts.special_token_ids.get(f"{name}_token_id") for name in ("bos", "eos", "pad")}
     # Null says nothing, and to an engine that it is False.
     absent = {name for name in layout.fields if checkpoint.config.get(name) is None}
     config = checkpoint.config | {name: value for name, value in (silent | described).items() if name in absent}
     config |= {"architectures": [served.architecture], "model_type": served.exported_as or served.model_type}
     config |= {"mask_token_id": facts.mask_token_id, "block_size": facts.block_size}
-    _check(engine, layout, config, checkpoint.shapes)
+    _check(engine, layout, config, shapes)
     notes = _notes(engine, layout, facts, folder)
     config |= _configuration_code(folder, config)
     if engine.algorithm_file is not None:

@@ -98,8 +98,9 @@ def _keep(headers: Mapping[str, TensorHeader], layout: ShardLayout) -> ShardPlan
         return ShardPlan(files, layout.index.encode())
     index["weight_map"] = {name: file for name, file in weight_map.items() if name in headers}
     totals = {"total_size": _num_bytes(headers), "total_parameters": sum(h.numel for h in headers.values())}
-    metadata = index.get("metadata", {})
-    index["metadata"] = metadata | {field: totals[field] for field in metadata if field in totals}
+    metadata = index.get("metadata")
+    if isinstance(metadata, dict):  # Whatever else it is says nothing of totals.
+        index["metadata"] = metadata | {field: totals[field] for field in metadata if field in totals}
     return ShardPlan({file: names for file, names in files.items() if names}, json_bytes(index))
 
 

@@ -233,6 +233,18 @@ def test_tensors_are_held_against_the_table(make_twin, tmp_path, change, match):
         export_for_engine(make_twin("sdar", change), tmp_path / "out", "sglang")
 
 
+@pytest.mark.parametrize("engine", ["sglang", "lmdeploy"])
+def test_tensors_that_engines_pass_over_stay(make_twin, tmp_path, engine):
+    def repeat(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+
+    source = make_twin("sdar", repeat, tie_word_embeddings=True)
+    exported = export_for_engine(source, tmp_path / "out", engine).path
+    left, right = (load_file(folder / "model.safetensors") for folder in (source, exported))
+    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
 def test_every_served_class_belongs_to_a_family():
     known = {c.architecture for family in FAMILIES for c in family.hf_classes}
     assert SGLANG.keys() | LMDEPLOY.keys() <= known

@@ -61,6 +61,13 @@ def test_tensors_that_are_not_written_leave_the_index():
     assert json.loads(plan.index)["metadata"] == {"total_size": 26}
 
 
+@pytest.mark.parametrize("metadata", [None, [], "total_size"])
+def test_an_index_whose_metadata_say_nothing(metadata):
+    index = json.loads(layout().index) | {"metadata": metadata}
+    plan = plan_shards({"a": HEADERS["a"]}, ShardLayout(json.dumps(index), num_bytes=50))
+    assert json.loads(plan.index) == index | {"weight_map": {"a": "y.safetensors"}}
+
+
 def test_another_model_and_a_given_size_have_shards_of_their_own():
     other = HEADERS | {"d": HEADERS["a"]}
     assert plan_shards(other, layout()) == plan_shards(other, None)
