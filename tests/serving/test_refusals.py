@@ -48,6 +48,14 @@ def test_an_error_names_the_field(server, field, value, message):
     assert error["param"] == field and message in error["message"]
 
 
+def test_more_prompts_than_are_answered_are_not_even_encoded(kit, monkeypatch):
+    model = kit.ToyModel()
+    with kit.running(model) as server:
+        monkeypatch.setattr(model, "encode", lambda text: pytest.fail("encoded"))
+        response = server.post(COMPLETIONS, {"prompt": ["a"] * 17})
+        assert (response.status_code, response.json()["error"]["param"]) == (422, "prompt")
+
+
 def test_no_error_is_as_long_as_what_it_is_about(server):
     long = "a" * 100_000
     for body in ({"prompt": "a", long: 1}, {"prompt": "a", "model": long}, {"prompt": "a", "remasking": long}):

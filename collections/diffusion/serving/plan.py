@@ -68,7 +68,7 @@ class Planner:
 
     def completion(self, request: CompletionRequest) -> Plan:
         """Plan the answer of ``/v1/completions``."""
-        prompts = self._prompts(request.prompt)
+        prompts = self._prompts(request)
         suffix = self._model.loaded.encode(request.suffix) if request.suffix else []
         self._model.check_token_ids(suffix, "suffix")
         length = _Length(request.max_tokens, "max_tokens")
@@ -96,15 +96,19 @@ class Planner:
         with naming_the_field("messages"):
             prompt = template.prompt([message.turn() for message in request.messages], request.chat_template_kwargs)
         self._model.check_token_ids(prompt, "messages")
+        self._check_count(request, 1, "messages")
         config, stops = self._sampling(request, length, template.end_token_ids)
         choices = self._choices(request, [prompt], 0, length, config, "messages")
         return _plan(request, choices, [], config, stops, context_tokens=0)
 
-    def _prompts(self, prompt: str | list) -> list[list[int]]:
+    def _prompts(self, request: CompletionRequest) -> list[list[int]]:
+        prompt = request.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         if not prompt:
             raise RequestError(422, "prompt is an empty list; give a text, or a list with at least one", "prompt")
+        # Before so many are encoded.
+        self._check_count(request, len(prompt), "prompt")
         rows = [self._model.loaded.encode(text) if isinstance(text, str) else text for text in prompt]
         for row in rows:
             self._model.check_token_ids(row, "prompt")
@@ -152,16 +156,18 @@ class Planner:
         config: SamplerConfig,
         source: str,
     ) -> list[Choice]:
-        samples, limit = request.n or 1, self._limits.max_rows_per_request
-        if samples * len(prompts) > limit:
-            message = f"{len(prompts)} prompts with n={samples} are more than the {limit} completions of a request"
-            raise RequestError(422, message, "n" if samples > 1 else source, "invalid_value")
         choices = []
         for prompt in prompts:
             start = _start(prompt, config)
             holes = self._hole_count(len(start) + suffix_tokens, length, config, source)
-            choices += [Choice(start, holes, index) for index in range(samples)]
+            choices += [Choice(start, holes, index) for index in range(request.n or 1)]
         return choices
+
+    def _check_count(self, request: CompletionRequest | ChatRequest, prompts: int, source: str) -> None:
+        samples, limit = request.n or 1, self._limits.max_rows_per_request
+        if samples * prompts > limit:
+            message = f"{prompts} prompts with n={samples} are more than the {limit} completions of a request"
+            raise RequestError(422, message, "n" if samples > 1 else source, "invalid_value")
 
     def _hole_count(self, given: int, length: "_Length", config: SamplerConfig, source: str) -> int:
         room = self._model.max_length - given
