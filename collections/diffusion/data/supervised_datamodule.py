@@ -1,6 +1,6 @@
 """The Lightning data module for supervised fine-tuning."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -79,11 +79,12 @@ class SupervisedDataModule(DiffusionDataModule):
         global_batch_size: int = 32,
         validation_path: str | Path | Sequence[str | Path] | None = None,
         validation_fraction: float = 0.05,
-        columns: Mapping[str, str] | None = None,
+        # dict, not Mapping: the command line of nemo_run reads no other.
+        columns: dict[str, str] | None = None,
         split: str | None = None,
         validation_split: str | None = None,
         chat_template: str | Path | None = None,
-        template_arguments: Mapping[str, Any] | None = None,
+        template_arguments: dict[str, Any] | None = None,
         loss_turns: str = "all",
         block_size: int | None = None,
         supervise_padding: bool = False,
