@@ -52,7 +52,8 @@ def main() -> None:
 
 
 def _show_error(message: str) -> None:
-    if not is_first_process():
+    # Processes of a training find the same; those of other commands may each have work of their own.
+    if sys.argv[1:2] in (["pretrain"], ["finetune"]) and not is_first_process():
         time.sleep(GRACE)
         return
     print(f"error: {message}", file=sys.stderr)

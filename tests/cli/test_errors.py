@@ -231,13 +231,26 @@ def rank(monkeypatch):
 @pytest.mark.parametrize("environment, is_first", RANKS.values(), ids=RANKS)
 def test_the_first_of_several_processes_has_the_word(rank, capsys, monkeypatch, environment, is_first):
     waited = rank(environment)
-    monkeypatch.setattr(sys, "argv", ["nemo-dllm", "generate", "no/such/model", "--prompt", "a", "--steps", "0"])
+
+    def train(*_):
+        raise PermissionError(errno.EACCES, "Permission denied", "runs")
+
+    monkeypatch.setattr(cli, "_train", train)
+    monkeypatch.setattr(sys, "argv", ["nemo-dllm", "pretrain", "--factory", "mdlm_tiny"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("error: ") == is_first
     # The others leave it the time to speak: torchrun ends all with the first that fails.
     assert waited == [] if is_first else [GRACE]
+
+
+def test_processes_that_train_no_common_model_speak_for_themselves(rank, capsys, monkeypatch):
+    waited = rank({"SLURM_PROCID": "1"})
+    monkeypatch.setattr(sys, "argv", ["nemo-dllm", "generate", "no/such/model", "--prompt", "a", "--steps", "0"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code, waited) == (2, []) and capsys.readouterr().err.startswith("error: ")
 
 
 @pytest.mark.parametrize("environment, is_first", RANKS.values(), ids=RANKS)
