@@ -47,6 +47,8 @@ _RELATIONS = (
     ("num_moe_experts", "moe_router_num_groups", lambda left, right: left % right, "no multiple of"),
     ("num_moe_experts", "moe_router_topk", lambda left, right: left < right, "less than"),
 )
+# What config.json calls those of them that rules read.
+_SPELLINGS = {"num_moe_experts": ("num_experts", "num_local_experts"), "moe_router_num_groups": ("n_group",)}
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,12 @@ class ConfigTable:
         values = {f.nemo: _value(f, hf) for f in self.fields}
         for rule in self.rules:
             values |= rule.to_nemo(hf)
-        self._check_together(values)
+        self._check_together(values, hf)
         return values
 
-    def _check_together(self, values: Mapping[str, Any]) -> None:
-        names = {f.nemo: f.hf for f in self.fields}
+    def _check_together(self, values: Mapping[str, Any], hf: Mapping[str, Any]) -> None:
+        names = {name: next(filter(hf.__contains__, known), known[0]) for name, known in _SPELLINGS.items()}
+        names |= {f.nemo: f.hf for f in self.fields}
         for larger, smaller, contradict, relation in _RELATIONS:
             left, right = values.get(larger), values.get(smaller)
             if left is not None and right is not None and contradict(left, right):

@@ -27,7 +27,7 @@ def _is_list_of_whole(value: Any) -> bool:
 
 ANYTHING = Kind(lambda value: True, "anything")
 COUNT = Kind(lambda value: _is_whole(value) and value >= 1, "a whole number, 1 or more")
-COUNT_OR_NONE = Kind(lambda value: _is_whole(value) and value >= 0, "a whole number, 0 or more")
+COUNT_OR_ZERO = Kind(lambda value: _is_whole(value) and value >= 0, "a whole number, 0 or more")
 POSITIVE = Kind(lambda value: _is_number(value) and value > 0, "a number above 0")
 NOT_NEGATIVE = Kind(lambda value: _is_number(value) and value >= 0, "a number, 0 or more")
 SHARE = Kind(lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")

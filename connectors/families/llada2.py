@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from nemo_dllm.connectors.config_table import ConfigTable, Field, HiddenPerHead
-from nemo_dllm.connectors.config_values import COUNT, COUNT_OR_NONE, FLAG, POSITIVE, SHARE
+from nemo_dllm.connectors.config_values import COUNT, COUNT_OR_ZERO, FLAG, POSITIVE, SHARE
 from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS, one_per_head
 from nemo_dllm.connectors.decoder_keys import (
     ATTENTION,
@@ -199,8 +199,8 @@ LLADA2 = Family(
         },
         rules=(Rope(), DenseFirst(), SharedExperts(), ExpertGroups()),
         kinds={
-            "first_k_dense_replace": COUNT_OR_NONE,
-            "num_shared_experts": COUNT_OR_NONE,
+            "first_k_dense_replace": COUNT_OR_ZERO,
+            "num_shared_experts": COUNT_OR_ZERO,
             "n_group": COUNT,
             "topk_group": COUNT,
         },

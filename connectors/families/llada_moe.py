@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_dllm.connectors.config_table import ConfigTable, Field, HiddenPerHead
-from nemo_dllm.connectors.config_values import COUNT, COUNT_OR_NONE, FLAG, NUMBERS, SHARE
+from nemo_dllm.connectors.config_values import COUNT, COUNT_OR_ZERO, FLAG, NUMBERS, SHARE
 from nemo_dllm.connectors.decoder_fields import DECODER_FIELDS, one_per_head
 from nemo_dllm.connectors.decoder_keys import (
     HF_LAYER,
@@ -92,7 +92,7 @@ LLADA_MOE = Family(
                 "shared_expert_intermediate_size",
                 "moe_shared_expert_intermediate_size",
                 default=None,
-                kind=COUNT_OR_NONE,
+                kind=COUNT_OR_ZERO,
             ),
             Field("moe_router_enable_expert_bias", "softmax_expert_bias", default=False, kind=FLAG),
         ),

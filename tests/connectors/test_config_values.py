@@ -34,7 +34,7 @@ JSON = (
 )
 FITTING = {
     "COUNT": [2, 1],
-    "COUNT_OR_NONE": [2, 0, 1],
+    "COUNT_OR_ZERO": [2, 0, 1],
     "POSITIVE": [2, 1, 2.0, 0.5, 1.5],
     "NOT_NEGATIVE": [2, 0, 1, 2.0, 0.5, 1.5],
     "SHARE": [0, 1, 0.5],
@@ -85,11 +85,16 @@ def test_all_wrong_values_are_named_beside_what_is_not_supported(models):
     ("name", "fields", "message"),
     [
         ("qwen3", {"num_key_value_heads": 3}, "num_attention_heads=4, which is no multiple of num_key_value_heads=3"),
-        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_moe_experts=8, which is less than num_experts_per_tok=9"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts=8, which is less than num_experts_per_tok=9"),
         (
             "llada2_moe",
             {"n_group": 3, "topk_group": 2},
-            "num_experts=16, which is no multiple of moe_router_num_groups=3",
+            "num_experts=16, which is no multiple of n_group=3",
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts": None, "num_local_experts": 8, "num_experts_per_tok": 9},
+            "num_local_experts=8, which is less than num_experts_per_tok=9",
         ),
         ("llada", {"n_kv_heads": 3}, "n_heads=4, which is no multiple of n_kv_heads=3"),
     ],
