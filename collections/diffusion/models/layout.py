@@ -27,7 +27,8 @@ def check_layout(config: GPTConfig, objective: Objective, trainer: pl.Trainer, d
         config: of the model.
         objective: of the model.
         trainer: with a ``MegatronStrategy``.
-        data: with ``seq_length``, ``micro_batch_size`` and ``global_batch_size``.
+        data: with ``seq_length``, ``micro_batch_size`` and ``global_batch_size``; of a ``document_boundaries`` that
+            is None, block diffusion cannot tell whether blocks span documents.
 
     Returns:
         The sizes of the layout.

@@ -1,7 +1,8 @@
 """Scores that decide which predictions are committed and which positions stay masked.
 
 A policy is a function from ``Predictions`` to one float score per candidate; the highest are committed first, the
-lowest position among equals. ``register_remasking`` adds one under a name for ``SamplerConfig.remasking``.
+lowest position among equals. Scores within 1e-6 of each other (of their size, above 1) are equal, see ``selection.py``.
+``register_remasking`` adds one under a name for ``SamplerConfig.remasking``.
 
 Shape letters: N candidate positions of all rows in row-major order, V vocabulary.
 """
