@@ -119,10 +119,12 @@ def test_garbage_is_not_looked_for_in_what_is_loaded(kit, monkeypatch):
     """A body of many small lists starts collections, and with NeMo in the process each takes seconds."""
     frozen, told = [], signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: frozen.append(gc.get_freeze_count()))
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        run_until_stopped(ServedModel(kit.ToyModel(), "toy"), ServerLimits(), None, listening, "127.0.0.1")
-    gc.unfreeze()
-    signal.signal(signal.SIGTERM, told)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            run_until_stopped(ServedModel(kit.ToyModel(), "toy"), ServerLimits(), None, listening, "127.0.0.1")
+    finally:
+        gc.unfreeze()
+        signal.signal(signal.SIGTERM, told)
     assert frozen[0] > 0.9 * len(gc.get_objects())
 
 
