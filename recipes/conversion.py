@@ -3,6 +3,7 @@
 import lightning.pytorch as pl
 import nemo_run as run
 
+from nemo_dllm.collections.diffusion.inference import locate_checkpoint
 from nemo_dllm.connectors.conversion import diffusion_model, import_checkpoint
 from nemo_dllm.connectors.engines import export_for_engine
 from nemo_dllm.connectors.hf_export import export_hf_checkpoint
@@ -55,16 +56,18 @@ def import_hf(
 
 @dllm_command(
     name="export",
-    help="NeMo checkpoint to Hugging Face folder: path=CHECKPOINT output_path=FOLDER; "
+    help="run or NeMo checkpoint to Hugging Face folder: path=CHECKPOINT output_path=FOLDER; "
     "--for sglang or lmdeploy: what that engine loads, from either",
 )
 def export_hf(path: str, output_path: str, overwrite: bool = False, engine: str | None = None) -> None:
     """Write a NeMo checkpoint of a diffusion model as a Hugging Face checkpoint.
 
     Args:
-        path, output_path, overwrite: see :func:`export_hf_checkpoint`.
+        path: of the checkpoint, or of a run, whose latest one it then is.
+        output_path, overwrite: see :func:`export_hf_checkpoint`.
         engine: that is to serve it, see :func:`export_for_engine`; the command line calls it ``--for`` too.
     """
+    path = locate_checkpoint(path).path
     if engine is None:
         print(f"exported: {export_hf_checkpoint(path, output_path, overwrite=overwrite)}")
         return

@@ -239,7 +239,9 @@ def _factory(family: RecipeFamily, size: str, kind: str, task: str) -> Callable[
         start = {"init_from": init_from, "dataset": dataset, "tokenizer": tokenizer}
         return family_recipe(family, size, kind, task, name=name, dir=dir, **start)
 
-    purpose = KINDS[kind].purpose.format(family=f"{family.title} {size.replace('p', '.').replace('_', '-').upper()}")
+    # A size of letters alone is a name, as in LLaDA2.0-mini.
+    shown = f"-{size}" if size.isalpha() else f" {size.replace('p', '.').replace('_', '-').upper()}"
+    purpose = KINDS[kind].purpose.format(family=f"{family.title}{shown}")
     factory.__doc__ = f"""{TASKS[task].summary.format(purpose=purpose)}
 
     Args:

@@ -111,7 +111,10 @@ def test_import_and_export_by_nemo_and_by_us(single_process, monkeypatch, capsys
     nemo("llm", "import", "--yes", f"model=a2d('{source}')", f"source=hf://{source}", f"output_path={tmp_path / 'n'}")
     nemo("llm", "export", "--yes", f"path={tmp_path / 'n'}", "target=hf", f"output_path={tmp_path / 'h'}")
     nemo("dllm", "import", f"source={source}", f"output_path={tmp_path / 'n2'}")
-    nemo("dllm", "export", f"path={tmp_path / 'n2'}", f"output_path={tmp_path / 'h2'}")
+    # A run stands for its checkpoint.
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "n2").rename(tmp_path / "run" / "checkpoints" / "n2")
+    nemo("dllm", "export", f"path={tmp_path / 'run'}", f"output_path={tmp_path / 'h2'}")
     files = {file.name: file.read_bytes() for file in (tmp_path / "h").iterdir()}
     again = {file.name: file.read_bytes() for file in (tmp_path / "h2").iterdir()}
     assert [name for name in files if files[name] != again[name]] == ["nemo_dllm_conversion.json"]
