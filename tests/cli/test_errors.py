@@ -104,7 +104,7 @@ CASES = [
     Case("serve", "block_size=8 is not the 4", path=BLOCKS, block_size=8, port=0),
     Case("plan", "='absent' is unknown", recipe="absent"),
     Case("import", "kind='best' is unknown", source=WHOLE, output_path="out", kind="best"),
-    Case("export", "is no NeMo checkpoint", path=HERE, output_path="out"),
+    Case("export", "holds no checkpoint", path=HERE, output_path="out"),
     Case("verify", "no ", hf_path=HERE, checkpoint=HERE),
 ]
 
