@@ -54,12 +54,13 @@ def plan(recipe: str, gpus: int = 8, memory: float = 80.0, proposals: int = 3) -
 
 
 def _why_nothing_fits(planner: Planner, gpus: int, memory: float) -> str:
-    fewer, fewest = planner.fewer(gpus, memory), planner.smallest(memory)
+    fewer = planner.fewer(gpus, memory)
     if fewer:
         return (
             f"has no layout on {gpus} GPUs of {memory:g} GB: what would fit does not divide them, layers, heads and a "
             f"global batch near {planner.recipe.data.global_batch_size} evenly; take {fewer} of them"
         )
+    fewest = planner.smallest(memory)
     hint = f"it takes {fewest} of them" if fewest else "no number of them is enough; take GPUs of more memory"
     return (
         f"does not fit {gpus} GPUs of {memory:g} GB in any layout: all weights, gradients and moments are "

@@ -63,7 +63,7 @@ class Replay:
     """
 
     def __init__(self, path: Path, title: str = ""):
-        if path.suffix not in (".html", ".htm"):
+        if path.suffix.lower() not in (".html", ".htm"):
             raise ValueError(f"replay={path} would be a page under the name of something else; name an .html file")
         if not path.absolute().parent.is_dir():
             raise FileNotFoundError(f"replay={path} is in a folder that does not exist; make it first")
