@@ -105,7 +105,7 @@ def import_hf(
 
 @app.command("export")
 def export_hf(
-    path: Annotated[Path, typer.Argument(metavar="PATH", exists=True, help="NeMo checkpoint.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", exists=True, help="Run, or NeMo checkpoint.")],
     output_path: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Hugging Face folder to make.")],
     engine: Annotated[
         str | None,
@@ -114,7 +114,7 @@ def export_hf(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing folder.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write a NeMo checkpoint as a Hugging Face checkpoint."""
+    """Write a NeMo checkpoint, of a run the latest, as a Hugging Face checkpoint."""
     _import("recipes.conversion", verbose).export_hf(path, output_path, overwrite=overwrite, engine=engine)
 
 
