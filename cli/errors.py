@@ -79,21 +79,33 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def refused_once() -> Iterator[None]:
-    """Let an error of the settings, which all processes of a run find, come from the first alone.
+    """Let an error of the settings, which all processes of a run find, come from the one that :func:`has_the_word`.
 
     The others exit with code 1, a moment later.
     """
     try:
         yield
     except (ValueError, FileNotFoundError):
-        if is_first_process():
+        if has_the_word():
             raise
-        time.sleep(GRACE)
         raise SystemExit(1) from None
 
 
-def is_first_process() -> bool:
-    """Whether this is the first process of a run, or alone, by what torchrun, srun and Lightning set."""
+def has_the_word() -> bool:
+    """Whether this is the process of a run that says what is wrong with it; all but the first wait before.
+
+    It is the first of all. Where that finds nothing wrong, and nobody ends the others meanwhile, it is the first of a
+    node, which may lack what others have.
+    """
+    if _is_first_process():
+        return True
+    time.sleep(GRACE)
+    local = next((os.environ[name] for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in os.environ), None)
+    return local == "0"
+
+
+def _is_first_process() -> bool:
+    """By what torchrun, srun and Lightning set; True for a process that is alone."""
     for rank in ("RANK", "SLURM_PROCID"):
         if rank in os.environ:
             return os.environ[rank] == "0"

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +11,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from nemo_dllm.cli import data
-from nemo_dllm.cli.errors import GRACE, USAGE, in_options, is_first_process, is_for_users, one_line
+from nemo_dllm.cli.errors import USAGE, has_the_word, in_options, is_for_users, one_line
 from nemo_dllm.cli.sampling import COMMANDS, REQUIRED, Command, Option, check_alternatives
 
 app = typer.Typer(
@@ -53,10 +52,8 @@ def main() -> None:
 
 def _show_error(message: str) -> None:
     # Processes of a training find the same; those of other commands may each have work of their own.
-    if sys.argv[1:2] in (["pretrain"], ["finetune"]) and not is_first_process():
-        time.sleep(GRACE)
-        return
-    print(f"error: {message}", file=sys.stderr)
+    if sys.argv[1:2] not in (["pretrain"], ["finetune"]) or has_the_word():
+        print(f"error: {message}", file=sys.stderr)
 
 
 @app.command()

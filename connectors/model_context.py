@@ -28,10 +28,16 @@ def damage_named(folder: Path) -> Iterator[None]:
 
     Raises:
         ValueError: where something goes wrong.
+        MemoryError, PermissionError, torch.OutOfMemoryError: as they are; the files may be whole.
     """
     try:
         yield
+    except (MemoryError, PermissionError, torch.OutOfMemoryError):
+        raise
+    # Torch's is no Exception.
     except (Exception, CheckpointException) as error:
+        if "can't allocate memory" in str(error):
+            raise ValueError(f"{folder} needs more memory than this machine has free: {error}") from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise ValueError(
             f"{folder} cannot be read ({reason}): it is incomplete, damaged or of another version; take another "

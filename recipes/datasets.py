@@ -52,7 +52,7 @@ def pretraining_data(
         return run.Config(PretrainingDataModule, paths=prefix, tokenizer=tokenizer, bos_token_id=bos_token_id, **sizes)
     if dataset is not None and not Path(dataset).exists():
         raise FileNotFoundError(
-            f"{dataset} is neither a text file or folder, nor the prefix of a corpus ({dataset}.idx)"
+            f"dataset={dataset} is neither a text file or folder, nor the prefix of a corpus ({dataset}.idx)"
         )
     return run.Config(TextDataModule, path=dataset, tokenizer=tokenizer, document_boundaries=True, **sizes)
 

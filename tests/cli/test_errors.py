@@ -202,11 +202,15 @@ def test_failures_end_with_1(nemo, monkeypatch):
     assert nemo("generate", f"path={BLOCKS}", "prompt=w5")[0] == 1
 
 
+# Whether a process speaks: at once, later (None), or not at all.
 RANKS = {
     "alone": ({}, True),
     "first of torchrun": ({"RANK": "0", "LOCAL_RANK": "0"}, True),
-    "first of another node": ({"RANK": "8", "LOCAL_RANK": "0", "NODE_RANK": "1"}, False),
+    "first of another node": ({"RANK": "8", "LOCAL_RANK": "0", "NODE_RANK": "1"}, None),
+    "second of another node": ({"RANK": "9", "LOCAL_RANK": "1", "NODE_RANK": "1"}, False),
     "second of srun": ({"SLURM_PROCID": "1"}, False),
+    "second of a node of srun": ({"SLURM_PROCID": "9", "SLURM_LOCALID": "1"}, False),
+    "first of a node of srun": ({"SLURM_PROCID": "8", "SLURM_LOCALID": "0"}, None),
     "first that Lightning started": ({"NODE_RANK": "0", "LOCAL_RANK": "0"}, True),
     "second that Lightning started": ({"NODE_RANK": "0", "LOCAL_RANK": "1"}, False),
 }
@@ -217,7 +221,7 @@ def rank(monkeypatch):
     """Sets what starts processes sets, and counts the seconds that are waited."""
 
     def rank(environment):
-        for name in ("RANK", "SLURM_PROCID", "NODE_RANK", "LOCAL_RANK"):
+        for name in ("RANK", "SLURM_PROCID", "SLURM_LOCALID", "NODE_RANK", "LOCAL_RANK"):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -228,8 +232,8 @@ def rank(monkeypatch):
     return rank
 
 
-@pytest.mark.parametrize("environment, is_first", RANKS.values(), ids=RANKS)
-def test_the_first_of_several_processes_has_the_word(rank, capsys, monkeypatch, environment, is_first):
+@pytest.mark.parametrize("environment, speaks", RANKS.values(), ids=RANKS)
+def test_the_first_of_several_processes_has_the_word(rank, capsys, monkeypatch, environment, speaks):
     waited = rank(environment)
 
     def train(*_):
@@ -240,9 +244,9 @@ def test_the_first_of_several_processes_has_the_word(rank, capsys, monkeypatch, 
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("error: ") == is_first
+    assert capsys.readouterr().err.startswith("error: ") == (speaks is not False)
     # The others leave it the time to speak: torchrun ends all with the first that fails.
-    assert waited == [] if is_first else [GRACE]
+    assert waited == ([] if speaks else [GRACE])
 
 
 def test_processes_that_train_no_common_model_speak_for_themselves(rank, capsys, monkeypatch):
@@ -253,12 +257,12 @@ def test_processes_that_train_no_common_model_speak_for_themselves(rank, capsys,
     assert (ended.value.code, waited) == (2, []) and capsys.readouterr().err.startswith("error: ")
 
 
-@pytest.mark.parametrize("environment, is_first", RANKS.values(), ids=RANKS)
-def test_settings_are_refused_once(rank, environment, is_first):
+@pytest.mark.parametrize("environment, speaks", RANKS.values(), ids=RANKS)
+def test_settings_are_refused_once(rank, environment, speaks):
     waited = rank(environment)
-    with pytest.raises(ValueError if is_first else SystemExit) as ended, refused_once():
+    with pytest.raises(SystemExit if speaks is False else ValueError) as ended, refused_once():
         raise ValueError("two and two are five")
-    assert str(ended.value) == ("two and two are five" if is_first else "1")
-    assert waited == [] if is_first else [GRACE]
+    assert str(ended.value) == ("1" if speaks is False else "two and two are five")
+    assert waited == ([] if speaks else [GRACE])
     with pytest.raises(KeyError), refused_once():
         raise KeyError("what no user can mend")

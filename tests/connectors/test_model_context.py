@@ -60,3 +60,20 @@ def test_every_choice_of_kernels_is_replaced_by_one_that_any_machine_has():
 
     for (field, _), (_, instead) in _WITHOUT.items():
         check_layer_choice(**{"transformer_impl": "auto", "attention_backend": "auto", field: instead})
+
+
+@pytest.mark.parametrize("error", [MemoryError(), PermissionError(13, "Permission denied", "weights")], ids=repr)
+def test_what_is_no_damage_is_not_called_so(tmp_path, error):
+    from nemo_dllm.connectors.model_context import damage_named
+
+    with pytest.raises(type(error)) as raised, damage_named(tmp_path):
+        raise error
+    assert raised.value is error
+
+
+def test_too_little_memory_is_told(tmp_path):
+    from nemo_dllm.connectors.model_context import damage_named
+
+    said = f"{tmp_path} needs more memory than this machine has free"
+    with pytest.raises(ValueError, match=said), damage_named(tmp_path):
+        torch.empty(1 << 60, dtype=torch.uint8)

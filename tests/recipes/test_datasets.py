@@ -132,7 +132,7 @@ def test_what_does_not_go_together(recipe_of, tmp_path):
     with pytest.raises(ValueError, match=r"dataset=c needs a tokenizer: set tokenizer \(.*\), or init_from \("):
         recipe_of(name, dataset="c")
     absent = tmp_path / "absent"
-    with pytest.raises(FileNotFoundError, match=f"{absent} is neither a text file .* corpus \\({absent}.idx"):
+    with pytest.raises(FileNotFoundError, match=f"dataset={absent} is neither a text file .* corpus \\({absent}.idx"):
         recipe_of(name, dataset=str(absent), tokenizer="a")
 
 
