@@ -10,8 +10,12 @@ PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
 
 
 def test_the_clients_of_the_page_run(server, capsys):
-    (block,) = re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL)
-    script = block.replace("http://127.0.0.1:8000", server.url).replace("mdlm_tiny", "toy")
+    # One goes on where the one before it ends.
+    script = (
+        "".join(re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL))
+        .replace("http://127.0.0.1:8000", server.url)
+        .replace("mdlm_tiny", "toy")
+    )
     names = {}
     exec(compile(script, "docs/serving.md", "exec"), names)
     assert names["answer"].usage.completion_tokens == 32 and names["between"].choices[0].text
