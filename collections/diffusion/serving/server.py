@@ -46,6 +46,8 @@ def serve(
 ) -> None:
     """Serve the model of a checkpoint until the process is told to stop, by SIGTERM or an interrupt.
 
+    What the process holds when the model is there is exempt from garbage collection for good (``gc.freeze``).
+
     Args:
         path, best: see ``inference.load_checkpoint``.
         host: the address to listen at; the default is for this machine alone.
