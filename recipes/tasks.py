@@ -108,8 +108,7 @@ def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer:
     _check_sizes("model.config", config, MODEL_SIZES)
     degrees = check_layout(config, model.objective, trainer, data)
     check_layout_options(config, strategy, model.transformer_impl)
-    model_ranks = degrees.tensor * degrees.pipeline * degrees.context
-    check_batch_sizes(data.global_batch_size, data.micro_batch_size, trainer.world_size // model_ranks)
+    check_batch_sizes(data.global_batch_size, data.micro_batch_size, trainer.world_size // degrees.model_ranks)
     _check_positions(config, data.seq_length)
     _check_rotary(config)
     _check_rows(model.objective, data, strategy)

@@ -30,7 +30,7 @@ def read_utf8(path: Path) -> str:
         ValueError: where it is not UTF-8.
     """
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return path.read_bytes().decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
 

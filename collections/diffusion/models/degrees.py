@@ -30,6 +30,11 @@ class Degrees:
     sequence: bool
     """Sequence parallelism, over the tensor-parallel ranks."""
 
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold a copy of the model together."""
+        return self.tensor * self.pipeline * self.context
+
     @classmethod
     def of(cls, strategy) -> "Degrees":
         """Those of NeMo's ``MegatronStrategy``.

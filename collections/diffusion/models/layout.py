@@ -37,7 +37,6 @@ def check_layout(config: GPTConfig, objective: Objective, trainer: pl.Trainer, d
         ValueError: names the fields, their values and the nearest ones that fit.
     """
     degrees = Degrees.of(trainer.strategy)
-    world_size = trainer.num_devices * trainer.num_nodes
     _check_world(degrees, trainer.num_devices, trainer.num_nodes, bool(config.num_moe_experts))
     _check_heads_and_widths(config, degrees)
     _check_experts(config, degrees)
@@ -46,7 +45,7 @@ def check_layout(config: GPTConfig, objective: Objective, trainer: pl.Trainer, d
         _check_blocks(objective.block_size, data)
     _check_sequence(objective, degrees, data.seq_length)
     if degrees.virtual > 1:
-        samples = data.micro_batch_size * (world_size // (degrees.tensor * degrees.pipeline * degrees.context))
+        samples = data.micro_batch_size * (trainer.world_size // degrees.model_ranks)
         micro_batches = data.global_batch_size // samples
         if micro_batches % degrees.pipeline:
             nearest = max(round(micro_batches / degrees.pipeline), 1) * degrees.pipeline * samples
