@@ -72,6 +72,16 @@ class Layout:
     fully_sharded: bool = False
     """Megatron-FSDP: GPUs that see different data share out weights and gradients, not the optimizer's state alone."""
 
+    @property
+    def gpus(self) -> int:
+        """Of all nodes."""
+        return self.num_nodes * self.gpus_per_node
+
+    @property
+    def model_gpus(self) -> int:
+        """That hold a copy of the model together."""
+        return self.tensor * self.pipeline * self.context
+
 
 def layout_of_strategy(fields: Mapping[str, object], gpus: int) -> Layout:
     """The layout that fields of a ``MegatronStrategy`` make of a number of GPUs.
@@ -198,8 +208,8 @@ def _trainer(layout: Layout, schedule: Schedule) -> run.Config:
         ddp=run.Config(
             DistributedDataParallelConfig,
             grad_reduce_in_fp32=True,
-            overlap_grad_reduce=layout.num_nodes * layout.gpus_per_node > 1,
-            overlap_param_gather=layout.num_nodes * layout.gpus_per_node > 1,
+            overlap_grad_reduce=layout.gpus > 1,
+            overlap_param_gather=layout.gpus > 1,
             check_for_nan_in_grad=False,
         ),
     )

@@ -149,7 +149,7 @@ def estimate_training_memory(
         adapters: parameters that are trained beside the model's, which are frozen then; None trains the model's.
     """
     scored = micro_batch_size * seq_length * objective.views
-    ranks = layout.num_nodes * layout.gpus_per_node // (layout.tensor * layout.pipeline * layout.context)
+    ranks = layout.gpus // layout.model_gpus
     return estimate_memory(
         config,
         layout,
@@ -232,9 +232,8 @@ def _state(layout: Layout, held: Held, adapters: int | None) -> tuple[float, flo
     """Bytes of weights, of gradients and of the optimizer, whose shares context-parallel ranks take as well."""
     if adapters is not None:
         here = adapters / (layout.tensor * layout.pipeline)
-        ranks = layout.num_nodes * layout.gpus_per_node
-        return 2 * (held.dense + held.experts + here), 4 * here, 12 * adapters / ranks
-    per_stage = layout.num_nodes * layout.gpus_per_node / layout.pipeline
+        return 2 * (held.dense + held.experts + here), 4 * here, 12 * adapters / layout.gpus
+    per_stage = layout.gpus / layout.pipeline
     optimizer = held.dense / (per_stage / layout.tensor)
     optimizer += held.experts / (per_stage / (layout.expert * layout.expert_tensor))
     return 2 * (held.dense + held.experts), 4 * (held.dense + held.experts), 12 * optimizer
@@ -272,7 +271,7 @@ def _fully_sharded_phases(
     The tables stay gathered for the whole step. Gradients of a layer are there in bf16 until it is done, then wait in
     fp32, the head's first.
     """
-    ranks = layout.num_nodes * layout.gpus_per_node / layout.tensor
+    ranks = layout.gpus / layout.tensor
     shard = (held.dense + held.experts) / ranks
     tables = 2 * counts.tables * held.table
     yield MemoryEstimate(2 * shard + tables, 4 * shard, 12 * shard, stored, head)

@@ -58,15 +58,14 @@ class Candidate:
     def title(self) -> str:
         """What is divided by how much."""
         layout = self.layout
-        gpus = layout.num_nodes * layout.gpus_per_node
         virtual = f" ({layout.virtual} chunks each)" if layout.virtual > 1 else ""
         context = f" x context {layout.context}" if layout.context > 1 else ""
         expert = f" x expert {layout.expert}" if layout.expert > 1 else ""
         sharded = ", fully sharded" if layout.fully_sharded else ""
         recompute = {None: "", "full": ", recomputed"}.get(self.recompute.granularity, ", recomputed in part")
         return (
-            f"{gpus} GPUs: tensor {layout.tensor} x pipeline {layout.pipeline}{virtual}{context}{expert}{sharded}, "
-            f"micro-batch {self.micro_batch_size}{recompute}"
+            f"{layout.gpus} GPUs: tensor {layout.tensor} x pipeline {layout.pipeline}{virtual}{context}{expert}"
+            f"{sharded}, micro-batch {self.micro_batch_size}{recompute}"
         )
 
 
@@ -106,8 +105,6 @@ class Planner:
     def problem(self, candidate: Candidate) -> str | None:
         """Why a layout does not divide model and data; None where it does."""
         config, layout, data = self.config, candidate.layout, self.recipe.data
-        gpus = layout.num_nodes * layout.gpus_per_node
-        model_ranks = layout.tensor * layout.pipeline * layout.context
         expert_ranks = layout.expert * layout.expert_tensor * layout.pipeline
         samples = _samples_at_once(layout, candidate.micro_batch_size)
         shards = layout.context * (layout.tensor if layout.sequence else 1)
@@ -121,8 +118,8 @@ class Planner:
             ("tokens of a shard over block size", data.seq_length // layout.context, block or 1),
             ("layers over pipeline", config.num_layers, layout.pipeline * layout.virtual),
             ("experts over expert", config.num_moe_experts or 1, layout.expert),
-            ("GPUs over tensor x pipeline x context", gpus, model_ranks),
-            ("GPUs over expert x pipeline", gpus, expert_ranks),
+            ("GPUs over tensor x pipeline x context", layout.gpus, layout.model_gpus),
+            ("GPUs over expert x pipeline", layout.gpus, expert_ranks),
             ("samples of a step over those at once", candidate.global_batch_size, samples),
             ("micro-batches over pipeline", candidate.global_batch_size // samples, groups),
         ):
@@ -241,8 +238,7 @@ class Planner:
 
 
 def _samples_at_once(layout: Layout, micro_batch_size: int) -> int:
-    gpus = layout.num_nodes * layout.gpus_per_node
-    return micro_batch_size * max(gpus // (layout.tensor * layout.pipeline * layout.context), 1)
+    return micro_batch_size * max(layout.gpus // layout.model_gpus, 1)
 
 
 def _common_divisors(largest: int, *numbers: int) -> list[int]:
