@@ -1,5 +1,7 @@
 """Models and servers for the tests of serving.
 
+Clients and web servers are imported where a server is started: tests of the engine run without them.
+
 Shape letters: B rows, T canvas positions.
 """
 
@@ -10,15 +12,11 @@ import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import httpx
-import openai
 import pytest
 import torch
-import uvicorn
-from prometheus_client.parser import text_string_to_metric_families
 
 from nemo_dllm.collections.diffusion.sampling import SamplerConfig, preset_fields
-from nemo_dllm.collections.diffusion.serving import ServedModel, ServerLimits, create_app
+from nemo_dllm.collections.diffusion.serving import ServedModel, ServerLimits
 
 # Ids 0 to 255 are bytes.
 MASK, EOS, TURN = 256, 257, 258
@@ -123,6 +121,10 @@ class RunningServer:
     """A server in a thread of its own, with clients for it."""
 
     def __init__(self, model, limits=None, api_key=None, **options):
+        import uvicorn
+
+        from nemo_dllm.collections.diffusion.serving import create_app
+
         self.model = model
         served = ServedModel(model, "toy", **options)
         if isinstance(model, ToyModel):
@@ -146,9 +148,13 @@ class RunningServer:
         assert not self._thread.is_alive()
 
     def client(self, key="none", **options):
+        import openai
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": 300} | options)
 
     def post(self, path, body, **options):
+        import httpx
+
         return httpx.post(f"{self.url}{path}", json=body, timeout=300, **options)
 
     def events(self, path, body):
@@ -159,12 +165,19 @@ class RunningServer:
         assert data.pop() == "[DONE]"
         return [json.loads(event) for event in data]
 
+    def get(self, path):
+        import httpx
+
+        return httpx.get(f"{self.url}{path}", timeout=300)
+
     def health(self):
-        return httpx.get(f"{self.url}/health", timeout=300).json()
+        return self.get("/health").json()
 
     def row_ends(self):
         """How many choices have ended how."""
-        text = httpx.get(f"{self.url}/metrics", timeout=300).text
+        from prometheus_client.parser import text_string_to_metric_families
+
+        text = self.get("/metrics").text
         families = {family.name: family for family in text_string_to_metric_families(text)}
         return {
             sample.labels["finish_reason"]: int(sample.value)
@@ -173,7 +186,7 @@ class RunningServer:
         }
 
     def metric(self, name):
-        for line in httpx.get(f"{self.url}/metrics", timeout=300).text.splitlines():
+        for line in self.get("/metrics").text.splitlines():
             if line.startswith(f"nemo_dllm_{name} "):
                 return float(line.rsplit(" ", 1)[1])
         raise AssertionError(f"no metric {name}")

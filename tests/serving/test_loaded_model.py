@@ -8,7 +8,6 @@ import pytest
 from nemo_dllm.collections.diffusion.sampling import generate
 from nemo_dllm.collections.diffusion.serving.engine import BatchingEngine
 from nemo_dllm.collections.diffusion.serving.limits import ServerLimits
-from nemo_dllm.collections.diffusion.serving.metrics import ServerMetrics
 from nemo_dllm.collections.diffusion.serving.rows import Row
 
 pytestmark = pytest.mark.nemo
@@ -32,7 +31,6 @@ def engine(model):
         device=model.device,
         decode=model.decode,
         limits=ServerLimits(max_batch_rows=5),
-        metrics=ServerMetrics(),
     )
     engine.start()
     yield engine

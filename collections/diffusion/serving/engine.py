@@ -7,15 +7,18 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from nemo_dllm.collections.diffusion.sampling import CachedDenoiser, DenoiserFn, DenoiseStep
 from nemo_dllm.collections.diffusion.sampling.stopping import Decode, text_end
 from nemo_dllm.collections.diffusion.serving.limits import ServerLimits
-from nemo_dllm.collections.diffusion.serving.metrics import ServerMetrics
 from nemo_dllm.collections.diffusion.serving.rolling import Denoising, RollingBatch
 from nemo_dllm.collections.diffusion.serving.rows import CanvasRow, Row, RowUpdate
+
+if TYPE_CHECKING:
+    from nemo_dllm.collections.diffusion.serving.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ class BatchingEngine:
         device: where canvases live.
         decode: token ids -> text, for stop strings.
         limits: of batches and queue.
-        metrics: told about batches and passes.
+        metrics: told about batches and passes; None counts nothing.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class BatchingEngine:
         device: torch.device | str,
         decode: Decode,
         limits: ServerLimits,
-        metrics: ServerMetrics,
+        metrics: "ServerMetrics | None" = None,
     ):
         self._denoising = Denoising(denoiser, mask_token_id, device, decode)
         self._limits, self._metrics = limits, metrics
@@ -231,10 +234,12 @@ class BatchingEngine:
 
     def _pass(self, batch: RollingBatch) -> None:
         step = batch.step()
-        if step is not None:
+        if step is None:
+            return
+        if self._metrics is not None:
             self._metrics.batch_rows.observe(sum(row.is_live for row in batch.rows))
             self._metrics.passes.inc()
-            self._hand_out(step, batch.rows)
+        self._hand_out(step, batch.rows)
 
     def _fail(self, error: Exception) -> None:
         # Whoever closes the engine meanwhile must find the rows in one place or the other.
