@@ -31,13 +31,6 @@ def both(loaded):
     return [MegatronDenoiser(loaded.core, loaded.block_size or 4, record=record) for record in (True, False)]
 
 
-def graphs(passes):
-    """Names of what was recorded."""
-    from nemo_dllm.collections.diffusion.inference.recorded import Graph
-
-    return [name for (name, *_), seen in passes._seen.items() if isinstance(seen, Graph)]
-
-
 def canvas(seed, rows=3, length=12):
     return torch.randint(0, 150, (rows, length), generator=torch.Generator().manual_seed(seed)).cuda()
 
@@ -59,7 +52,7 @@ def test_a_canvas(both, padded):
         kept.append((recorded[0], recorded[0].clone()))
     # Replays leave earlier results alone.
     assert all(torch.equal(result, copy) for result, copy in kept)
-    assert len(graphs(both[0]._canvas_passes)) == 1 and both[1]._canvas_passes is None
+    assert both[0]._recorded.canvases.names == ["canvas"] and both[1]._recorded is None
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -99,9 +92,9 @@ def test_blocks_with_a_cache(both):
         ]
         ends_B = real_BL.any(dim=1)
         torch.testing.assert_close(kept[0][ends_B], kept[1][ends_B], atol=2e-5, rtol=0)
-        assert torch.equal(caches[0].held_BS, caches[1].held_BS)
-    assert sorted(graphs(both[0]._cache_passes[caches[0]])) == ["commit", "denoise"]
-    assert not both[1]._cache_passes
+        assert torch.equal(caches[0].held_BS[:, :40], caches[1].held_BS[:, :40])
+    assert sorted(kind for kind, _ in caches[0].passes.names) == ["commit", "denoise"]
+    assert both[1]._recorded is None
 
 
 @pytest.mark.parametrize(
@@ -123,15 +116,55 @@ def test_the_sampler_writes_the_same(both, loaded, fields):
     assert recorded == plain and all(recorded)
 
 
-def test_a_cache_is_forgotten_with_its_passes_and_the_next_one_is_recorded(both):
+def test_the_next_cache_of_these_rows_and_slots_has_the_passes_of_the_last_one(both):
     tokens_BL, positions_BL = canvas(0, 1, 4), torch.arange(4).cuda()[None]
-    for _ in range(3):
-        cache = both[0].new_cache(1, 8)
-        for _ in range(3):
-            both[0].denoise(tokens_BL, positions_BL, cache, key_mask_BL=torch.ones_like(tokens_BL, dtype=torch.bool))
-        assert len(both[0]._cache_passes) == 1 and graphs(both[0]._cache_passes[cache]) == ["denoise"]
+    given = {"tokens_BL": tokens_BL, "positions_BL": positions_BL}
+    given["key_mask_BL"] = torch.ones_like(tokens_BL, dtype=torch.bool)
+    first, memories = None, []
+    for rows, positions in [(1, 8), (1, 9), (2, 8), (1, 200), (1, 90)]:
+        cache = both[0].new_cache(rows, positions)
+        before = list(cache.passes.names)
+        batch = {name: tensor.expand(rows, -1) for name, tensor in given.items()}
+        for step in range(4):
+            logits_BLV = both[0].denoise(cache=cache, **batch)
+            if step == 2:
+                both[0].commit(cache=cache, blocks_BL=torch.zeros_like(batch["tokens_BL"]), **batch)
+        # Nothing of an earlier text is seen.
+        first = logits_BLV[:1] if first is None else first
+        torch.testing.assert_close(logits_BLV, first.expand_as(logits_BLV), atol=2e-5, rtol=0)
+        memories.append((cache.memory, len(before)))
+        assert "denoise" in [kind for kind, _ in cache.passes.names]
         del cache
-        assert len(both[0]._cache_passes) == 0
+    assert len({id(memory) for memory, _ in memories}) == 3
+    assert [recorded for _, recorded in memories] == [0, 1, 0, 0, 1]
+
+
+def test_rows_that_are_joined_have_memory_of_the_pool(both):
+    from nemo_dllm.collections.diffusion.sampling.joining import Picked
+
+    def given(rows, block):
+        tokens_BL = canvas(block, 2, 4)[:rows]
+        positions_BL = torch.arange(4 * block, 4 * block + 4).cuda().expand(rows, -1)
+        return {
+            "tokens_BL": tokens_BL,
+            "positions_BL": positions_BL,
+            "key_mask_BL": torch.ones_like(tokens_BL, dtype=torch.bool),
+        }
+
+    logits = []
+    for model in both:
+        whole = model.new_cache(2, 16)
+        for block in range(4):
+            first = given(2, block)
+            model.commit(cache=whole, blocks_BL=first["positions_BL"] // 4, **first)
+            one = type(whole).join_rows([Picked(whole, [1])], 20)
+            two = type(whole).join_rows([Picked(one, [0]), Picked(whole, [0])], 24)
+            for _ in range(2):
+                logits.append(model.denoise(cache=two, **given(2, block + 1)))
+    half = len(logits) // 2
+    for recorded, plain in zip(logits[:half], logits[half:], strict=True):
+        torch.testing.assert_close(recorded, plain, atol=2e-5, rtol=0)
+    assert [kind for kind, _ in two.passes.names] == ["denoise"] and len(both[0]._recorded.caches._idle) == 1
 
 
 def test_rotary_frequencies_that_were_made_on_the_cpu(both):
@@ -139,7 +172,7 @@ def test_rotary_frequencies_that_were_made_on_the_cpu(both):
     expected = both[1](canvas(0))
     rope.inv_freq = rope.inv_freq.cpu()
     assert all(torch.equal(both[0](canvas(0)), expected) for _ in range(4))
-    assert graphs(both[0]._canvas_passes) == ["canvas"] and rope.inv_freq.is_cuda
+    assert both[0]._recorded.canvases.names == ["canvas"] and rope.inv_freq.is_cuda
 
 
 def test_what_waits_for_the_device_runs_as_it_is(caplog):
@@ -161,7 +194,7 @@ def test_what_waits_for_the_device_runs_as_it_is(caplog):
         given = torch.full((3,), number, device="cuda")
         assert passes("sum", waits, waits, given).tolist() == [4 * number] * 3
     (warning,) = [record.getMessage() for record in caplog.records if "cannot be recorded" in record.getMessage()]
-    assert "captur" in warning and not recorder.works and graphs(others) == ["double"]
+    assert "captur" in warning and not recorder.works and others.names == ["double"]
     # What was recorded before goes on, and the device's generator and memory are as they were.
     given = torch.full((3,), 7, device="cuda")
     assert others("double", doubled, doubled, given).tolist() == [14] * 3
@@ -186,6 +219,6 @@ def test_a_pass_without_room_to_be_recorded_is_tried_again():
         return x + 1
 
     given = torch.zeros(2, device="cuda")
-    assert all(passes("large", large, large, given).tolist() == [1, 1] for _ in range(4)) and not graphs(passes)
+    assert all(passes("large", large, large, given).tolist() == [1, 1] for _ in range(4)) and not passes.names
     room = 1
-    assert passes("large", large, large, given).tolist() == [1, 1] and graphs(passes) == ["large"]
+    assert passes("large", large, large, given).tolist() == [1, 1] and passes.names == ["large"]

@@ -5,13 +5,14 @@ Shape letters: B rows, T canvas positions, L positions of one pass, S cache slot
 
 from collections.abc import Callable
 from functools import partial
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys
 from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, BlockCausal
+from nemo_dllm.collections.diffusion.inference.cache_pool import SHARE, CachePool, PooledCache
 from nemo_dllm.collections.diffusion.inference.recorded import RecordedPasses, Recorder
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore
 from nemo_dllm.collections.diffusion.sampling import CacheWindow, KVCache
@@ -32,7 +33,8 @@ class MegatronDenoiser:
     """A ``sampling.DenoiserFn`` and a ``sampling.CachedDenoiser`` in one.
 
     A pass with a cache runs the layers on the given positions alone; Megatron's inference engine has no part in it.
-    On a GPU small passes are recorded and replayed; with experts, whose loads the host must know, they are not.
+    On a GPU small passes are recorded and replayed; with experts, whose loads the host must know, they are not. Memory
+    of caches that are gone is kept for that, up to an eighth of the GPU's, as long as this object lives.
 
     Args:
         core: the model, whole, in evaluation mode.
@@ -55,10 +57,7 @@ class MegatronDenoiser:
         config = core.config
         one_rank = config.tensor_model_parallel_size == config.pipeline_model_parallel_size == 1
         self._records = record and one_rank and not config.num_moe_experts
-        self._recorder: Recorder | None = None
-        self._canvas_passes: RecordedPasses | None = None
-        # A recorded pass reads and writes its cache where that lies.
-        self._cache_passes: WeakKeyDictionary[KVCache, RecordedPasses] = WeakKeyDictionary()
+        self._recorded: Recorded | None = None
 
     @property
     def vocabulary_size(self) -> int:
@@ -100,9 +99,7 @@ class MegatronDenoiser:
         inputs = (tokens_BT,) if key_mask_BT is None else (tokens_BT, key_mask_BT)
         if not self._is_recorded(tokens_BT):
             return run(*inputs)
-        if self._canvas_passes is None:
-            self._canvas_passes = RecordedPasses(self._recorder)
-        return self._canvas_passes("canvas", run, run, *inputs)
+        return self._on(tokens_BT.device).canvases("canvas", run, run, *inputs)
 
     def _pattern(self, positions_BT: Tensor, key_mask_BT: Tensor | None) -> Bidirectional | BlockCausal:
         if self.block_size is None:
@@ -116,7 +113,10 @@ class MegatronDenoiser:
 
     def new_cache(self, rows: int, positions: int) -> KVCache:
         """An empty cache on the model's device; see ``CachedDenoiser``."""
-        return KVCache(rows, positions, next(self.core.parameters()).device)
+        device = next(self.core.parameters()).device
+        if not self._records or device.type != "cuda":
+            return KVCache(rows, positions, device)
+        return self._on(device).caches.new_cache(rows, positions)
 
     @torch.no_grad()
     def denoise(self, tokens_BL: Tensor, positions_BL: Tensor, cache: KVCache, *, key_mask_BL: Tensor) -> Tensor:
@@ -184,19 +184,36 @@ class MegatronDenoiser:
         self, cache: KVCache, name: str, run: Callable[..., Tensor], tokens_BL: Tensor, *inputs: Tensor
     ) -> Tensor:
         """``run(see, tokens, *inputs)``, recorded where that pays."""
-        if tokens_BL.size(1) > RECORDED_LENGTH or not self._is_recorded(tokens_BL):
+        # A cache gets its memory from the first pass.
+        recorded = isinstance(cache, PooledCache) and cache.memory.layers and self._is_recorded(tokens_BL)
+        if not recorded or tokens_BL.size(1) > RECORDED_LENGTH:
             return run(_see_held, tokens_BL, *inputs)
-        if cache not in self._cache_passes:
-            self._cache_passes[cache] = RecordedPasses(self._recorder)
-        return self._cache_passes[cache](name, partial(run, _see_held), partial(run, _see_all), tokens_BL, *inputs)
+        kind = (name, cache.held_BS.shape)
+        return cache.passes(kind, partial(run, _see_held), partial(run, _see_all), tokens_BL, *inputs)
 
     def _is_recorded(self, tokens_BL: Tensor) -> bool:
-        """Whether a pass over these tokens takes longer to launch than to run; there is a recorder then."""
-        if not self._records or not tokens_BL.is_cuda or tokens_BL.numel() > RECORDED_AT_ONCE:
-            return False
-        if self._recorder is None:
-            self._recorder = Recorder(tokens_BL.device)
-        return True
+        """Whether a pass over these tokens takes longer to launch than to run."""
+        return self._records and tokens_BL.is_cuda and tokens_BL.numel() <= RECORDED_AT_ONCE
+
+    def _on(self, device: torch.device) -> "Recorded":
+        """What is recorded, of a model on this GPU."""
+        if self._recorded is None:
+            recorder = Recorder(device)
+            most_bytes = torch.cuda.get_device_properties(device).total_memory // SHARE
+            self._recorded = Recorded(RecordedPasses(recorder), CachePool(recorder, device, most_bytes))
+        return self._recorded
+
+
+class Recorded(NamedTuple):
+    """Recorded passes of a model.
+
+    Attributes:
+        canvases: those without a cache.
+        caches: those with one.
+    """
+
+    canvases: RecordedPasses
+    caches: CachePool
 
 
 def _whole_blocks(blocks_BL: Tensor, key_mask_BL: Tensor, longest: int) -> list[slice]:

@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
 
+from nemo_dllm.collections.diffusion.characters import check_characters
 from nemo_dllm.collections.diffusion.inference.cached import MegatronDenoiser
 from nemo_dllm.collections.diffusion.inference.locate import CheckpointKind, locate_checkpoint
 from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
@@ -104,12 +105,7 @@ class LoadedModel:
         Raises:
             ValueError: where the checkpoint has no tokenizer, or JSON or a command line has brought what is no text.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the text has half of a surrogate pair at character {error.start + 1}, which is no text; take it out"
-            ) from error
+        check_characters(text)
         return self._text_tokenizer().text_to_ids(text)
 
     def decode(self, token_ids: list[int]) -> str:

@@ -5,6 +5,7 @@ them; a graph is launched at once.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 
@@ -20,7 +21,7 @@ Run = Callable[..., Tensor]
 
 
 class Recorder:
-    """Records passes of one model; a failure ends that for good, for a device may not get over it.
+    """Records passes of one model, and counts them; a failure ends that for good, for a device may not get over it.
 
     Args:
         device: of the model.
@@ -28,6 +29,7 @@ class Recorder:
 
     def __init__(self, device: torch.device):
         self.works = True
+        self.seen: Counter[Hashable] = Counter()
         self._device = device
         # Memory is shared by graphs that were recorded on one stream, and are never replayed at the same time.
         with torch.cuda.device(device):
@@ -95,10 +97,11 @@ class Graph:
 
 
 class RecordedPasses:
-    """Runs passes, by one thread at a time; records those whose shapes come again and again.
+    """Runs passes over the same memory, by one thread at a time; records those whose shapes come again and again.
 
     The first pass of a shape runs as it is. The second runs as it is going to be recorded, which compiles what that
-    needs; the third is recorded. Shapes that were not asked for longest are forgotten beyond ``KEPT``.
+    needs; the third is recorded. The model's passes are counted, over whatever memory: what has been compiled serves
+    them all. Those that were not asked for longest are forgotten beyond ``KEPT``.
 
     Args:
         recorder: of the model.
@@ -106,26 +109,35 @@ class RecordedPasses:
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
-        self._seen: dict[Hashable, int | Graph] = {}
+        # The last one is the one asked for last.
+        self._graphs: dict[Hashable, Graph] = {}
+
+    @property
+    def names(self) -> list[Hashable]:
+        """Of what is recorded."""
+        return [name for name, *_ in self._graphs]
 
     def __call__(self, name: Hashable, run: Run, recordable: Run, *inputs: Tensor) -> Tensor:
         """``run(*inputs)``, for good: no later pass changes it.
 
         Args:
-            name: what it does; runs of one name do the same with inputs of the same shapes.
+            name: what it does; all runs of one name, over whatever memory, do the same with inputs of the same shapes.
             run: the pass.
             recordable: the same pass, all work of which is on the device and depends on shapes alone. Tensors that it
-                reads or writes beside its inputs live, and stay where they are, as long as this object.
+                reads or writes beside its inputs are there already, and live, and stay where they are, as long as this
+                object.
             inputs: on the recorder's device.
         """
         key = (name, *((tensor.shape, tensor.dtype) for tensor in inputs))
-        # The last one is the one asked for last.
-        seen = self._seen.pop(key, 0)
-        if seen == 2 and self._recorder.works:
-            seen = self._recorder.record(recordable, inputs) or seen
-        self._seen[key] = seen if isinstance(seen, Graph) else min(seen + 1, 2)
-        if len(self._seen) > KEPT:
-            del self._seen[next(iter(self._seen))]
-        if isinstance(seen, Graph):
-            return seen.replay(inputs)
-        return recordable(*inputs) if seen == 1 else run(*inputs)
+        graph = self._graphs.pop(key, None)
+        if graph is None:
+            seen = self._recorder.seen[key]
+            self._recorder.seen[key] += 1
+            if seen >= 2 and self._recorder.works:
+                graph = self._recorder.record(recordable, inputs)
+            if graph is None:
+                return recordable(*inputs) if seen == 1 else run(*inputs)
+        self._graphs[key] = graph
+        if len(self._graphs) > KEPT:
+            del self._graphs[next(iter(self._graphs))]
+        return graph.replay(inputs)

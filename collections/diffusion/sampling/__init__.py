@@ -11,7 +11,7 @@ from nemo_dllm.collections.diffusion.sampling.generate import (
     infill,
     span_between,
 )
-from nemo_dllm.collections.diffusion.sampling.kv_cache import CacheWindow, KVCache
+from nemo_dllm.collections.diffusion.sampling.kv_cache import CacheMemory, CacheWindow, KVCache
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
 from nemo_dllm.collections.diffusion.sampling.presets import PRESETS, REFERENCE_PRESETS, preset, preset_fields
 from nemo_dllm.collections.diffusion.sampling.quirks import ReferenceQuirks
@@ -30,6 +30,7 @@ __all__ = [
     "REFERENCE_PRESETS",
     "REMASKING_POLICIES",
     "SCHEDULES",
+    "CacheMemory",
     "CacheWindow",
     "CachedDenoiser",
     "DenoiseStep",

@@ -63,14 +63,24 @@ def stack_rows(picked: Sequence[Picked], columns: int | None = None) -> Tensor |
         return None
     sizes = known.shape[1:] if columns is None else (columns, *known.shape[2:])
     whole = known.new_zeros(sum(len(rows) for _, rows in picked), *sizes)
+    fill_rows(whole, picked)
+    return whole
+
+
+def fill_rows(whole: Tensor, picked: Sequence[Picked]) -> None:
+    """Write the picked rows of several tensors under each other.
+
+    Args:
+        whole: zeros [rows, C, ...]; columns that a tensor does not have stay so.
+        picked: rows of tensors [rows, C, ...], whose further columns are left out, or of None.
+    """
     start = 0
     for tensor, rows in picked:
         place = whole[start : start + len(rows)]
         start += len(rows)
         if tensor is None:
             continue
-        if columns is not None:
-            tensor, place = tensor[:, :columns], place[:, : tensor.shape[1]]
+        if whole.dim() > 1:
+            tensor, place = tensor[:, : whole.size(1)], place[:, : tensor.size(1)]
         # A list as an index would make the CPU wait for the device.
         place.copy_(tensor.index_select(0, torch.tensor(rows).to(tensor.device, non_blocking=True)))
-    return whole

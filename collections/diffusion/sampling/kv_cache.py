@@ -5,29 +5,50 @@ D head size.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, stack_rows
+from nemo_dllm.collections.diffusion.sampling.joining import Picked, fill_rows
 
 
 class CacheWindow(NamedTuple):
     """Where the positions of one pass lie in the cache.
 
     Attributes:
-        rows_B1: int64 number of each row.
         slots_BL: int64 slot of each position.
+        places_N: int64, the same slots, position by position, counted through all rows.
         visible_BLS: bool, slots that a position may attend to; at least one everywhere, so that a softmax over them
             is finite for padding too. Its second size is 1 where all positions see the same.
         written_BS: bool, slots that the pass writes.
     """
 
-    rows_B1: Tensor
     slots_BL: Tensor
+    places_N: Tensor
     visible_BLS: Tensor
     written_BS: Tensor
+
+
+@dataclass(eq=False)
+class CacheMemory:
+    """What a cache is written to.
+
+    Attributes:
+        held_BS: bool, slots whose content later passes see; the last one, for padding, never is.
+        layers: keys and values [B, S, H, D] by the number of their layer.
+    """
+
+    held_BS: Tensor
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def layer(self, number: int, like_BLHD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer; zeros, of heads and dtype as given, where it has none yet."""
+        if number not in self.layers:
+            shape = (*self.held_BS.shape, *like_BLHD.shape[2:])
+            self.layers[number] = (like_BLHD.new_zeros(shape), like_BLHD.new_zeros(shape))
+        return self.layers[number]
 
 
 class KVCache:
@@ -40,35 +61,49 @@ class KVCache:
         rows: rows of the batch.
         positions: longest row, in tokens.
         device: where keys and values are.
+        memory: to write to, all zeros, of these rows and at least one slot more than positions; the cache's alone, as
+            long as it lives. None makes some.
     """
 
-    def __init__(self, rows: int, positions: int, device: torch.device | str | None = None):
-        self._padding_slot = positions
-        self._held_BS = torch.zeros(rows, positions + 1, dtype=torch.bool, device=device)
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(
+        self,
+        rows: int,
+        positions: int,
+        device: torch.device | str | None = None,
+        *,
+        memory: CacheMemory | None = None,
+    ):
+        if memory is None:
+            memory = CacheMemory(torch.zeros(rows, positions + 1, dtype=torch.bool, device=device))
+        self.memory = memory
+        self._padding_slot = memory.held_BS.size(1) - 1
+
+    def another(self, rows: int, positions: int) -> Self:
+        """An empty cache like this one, of other sizes."""
+        return type(self)(rows, positions, self.held_BS.device)
 
     @classmethod
-    def join_rows(cls, picked: Sequence[Picked], positions: int) -> "KVCache":
+    def join_rows(cls, picked: Sequence[Picked], positions: int) -> Self:
         """A cache of rows of several others.
 
         Args:
             picked: rows of caches of the same layers; where one has not been written to, it holds nothing.
             positions: of the longest row, in tokens.
         """
-        slots = positions + 1
-        joined = cls(0, positions)
-        joined._held_BS = stack_rows(attribute_of(picked, "_held_BS"), slots)
-        for layer in sorted({layer for cache, _ in picked for layer in cache._layers}):
-            kept = [(cache._layers.get(layer, (None, None)), rows) for cache, rows in picked]
-            joined._layers[layer] = tuple(
-                stack_rows([Picked(layer_kept[part], rows) for layer_kept, rows in kept], slots) for part in range(2)
-            )
+        memories = [Picked(cache.memory, rows) for cache, rows in picked]
+        joined = picked[0].part.another(sum(len(rows) for _, rows in picked), positions)
+        fill_rows(joined.held_BS, [Picked(memory.held_BS, rows) for memory, rows in memories])
+        for layer in sorted({layer for memory, _ in memories for layer in memory.layers}):
+            kept = [Picked(memory.layers.get(layer, (None, None)), rows) for memory, rows in memories]
+            like = next(keys for (keys, _), _ in kept if keys is not None)
+            for part, whole_BSHD in enumerate(joined.memory.layer(layer, like)):
+                fill_rows(whole_BSHD, [Picked(layer_kept[part], rows) for layer_kept, rows in kept])
         return joined
 
     @property
     def held_BS(self) -> Tensor:
         """Bool, slots whose content later passes see; the last one, for padding, never is."""
-        return self._held_BS
+        return self.memory.held_BS
 
     def window(self, positions_BL: Tensor, key_mask_BL: Tensor, blocks_BL: Tensor | None = None) -> CacheWindow:
         """Where a pass over these positions writes and what it sees.
@@ -78,18 +113,19 @@ class KVCache:
                 other.
         """
         slots_BL = positions_BL.where(key_mask_BL, self._padding_slot)
-        written_BS = torch.zeros_like(self._held_BS).scatter_(1, slots_BL, True)
+        written_BS = torch.zeros_like(self.held_BS).scatter_(1, slots_BL, True)
         written_BS[:, self._padding_slot] = False
         if blocks_BL is None:
-            visible_BLS = (self._held_BS | written_BS)[:, None]
+            visible_BLS = (self.held_BS | written_BS)[:, None]
         else:
-            blocks_BS = torch.zeros_like(self._held_BS, dtype=torch.int64).scatter_(1, slots_BL, blocks_BL)
+            blocks_BS = torch.zeros_like(self.held_BS, dtype=torch.int64).scatter_(1, slots_BL, blocks_BL)
             earlier_BLS = blocks_BS[:, None] <= blocks_BL[:, :, None]
-            visible_BLS = (self._held_BS & ~written_BS)[:, None] | (written_BS[:, None] & earlier_BLS)
+            visible_BLS = (self.held_BS & ~written_BS)[:, None] | (written_BS[:, None] & earlier_BLS)
         nothing_BL1 = ~visible_BLS.any(dim=-1, keepdim=True)
         padding_S = torch.arange(self._padding_slot + 1, device=slots_BL.device) == self._padding_slot
-        rows_B1 = torch.arange(len(slots_BL), device=slots_BL.device)[:, None]
-        return CacheWindow(rows_B1, slots_BL, visible_BLS | (nothing_BL1 & padding_S), written_BS)
+        first_B = torch.arange(len(slots_BL), device=slots_BL.device) * (self._padding_slot + 1)
+        places_N = (slots_BL.T + first_B).flatten()
+        return CacheWindow(slots_BL, places_N, visible_BLS | (nothing_BL1 & padding_S), written_BS)
 
     def write(self, layer: int, window: CacheWindow, keys_BLHD: Tensor, values_BLHD: Tensor) -> tuple[Tensor, Tensor]:
         """Put one layer's keys and values into the slots of the window.
@@ -97,12 +133,11 @@ class KVCache:
         Returns:
             Keys and values of all slots, [B, S, H, D]; views of the cache, to be read before the next pass.
         """
-        if layer not in self._layers:
-            shape = (*self._held_BS.shape, *keys_BLHD.shape[2:])
-            self._layers[layer] = (keys_BLHD.new_zeros(shape), values_BLHD.new_zeros(shape))
-        for kept_BSHD, new_BLHD in zip(self._layers[layer], (keys_BLHD, values_BLHD), strict=True):
-            kept_BSHD[window.rows_B1, window.slots_BL] = new_BLHD
-        return self._layers[layer]
+        kept = self.memory.layer(layer, keys_BLHD)
+        for kept_BSHD, new_BLHD in zip(kept, (keys_BLHD, values_BLHD), strict=True):
+            # Position by position, as layers lay them: rows by rows they would be copied first.
+            kept_BSHD.flatten(0, 1).index_copy_(0, window.places_N, new_BLHD.transpose(0, 1).flatten(0, 1))
+        return kept
 
     def hold(self, window: CacheWindow, kept_BL: Tensor | None = None) -> None:
         """Keep what the pass has written, for later passes; with ``kept_BL``, bool, at these positions only."""
@@ -110,4 +145,4 @@ class KVCache:
         if kept_BL is not None:
             slots_BL = window.slots_BL.where(kept_BL, self._padding_slot)
             written_BS = written_BS & torch.zeros_like(written_BS).scatter_(1, slots_BL, True)
-        self._held_BS |= written_BS
+        self.memory.held_BS |= written_BS

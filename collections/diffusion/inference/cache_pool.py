@@ -1,0 +1,89 @@
+"""Memory of caches that are gone, with the passes that were recorded over it, for the next ones of the same shape.
+
+Torch only. Shape letters: B rows, S slots.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+from weakref import finalize
+
+import torch
+
+from nemo_dllm.collections.diffusion.inference.recorded import RecordedPasses, Recorder
+from nemo_dllm.collections.diffusion.sampling import CacheMemory, KVCache
+
+SLOTS = 128
+"""Slots of a cache are a multiple of this, so that texts of about one length share memory and passes."""
+KEPT = 8
+"""Memories of a pool that wait for a cache, at most."""
+SHARE = 8
+"""They take at most one in so many bytes of the device."""
+
+
+@dataclass(eq=False)
+class RecordedMemory:
+    """Memory of a cache, and what was recorded over it."""
+
+    memory: CacheMemory
+    passes: RecordedPasses
+
+    @property
+    def size(self) -> int:
+        """Bytes of keys and values."""
+        return sum(part.nbytes for layer in self.memory.layers.values() for part in layer)
+
+
+class CachePool:
+    """Where the caches of one model get their memory.
+
+    A recorded pass reads and writes keys and values where they lie. What a cache leaves behind is therefore kept for
+    the next one of as many rows and slots, whose passes need not be recorded again.
+
+    Args:
+        recorder: of the model.
+        device: of the model.
+        most_bytes: of keys and values that wait for a cache.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device, most_bytes: int):
+        self._recorder, self._device, self._most_bytes = recorder, device, most_bytes
+        # Replaced and never changed: a cache may end, and give its memory back, at any time.
+        self._idle: tuple[RecordedMemory, ...] = ()
+
+    def new_cache(self, rows: int, positions: int) -> "PooledCache":
+        """An empty cache; see ``CachedDenoiser``."""
+        shape = (rows, -(-(positions + 1) // SLOTS) * SLOTS)
+        idle = self._idle
+        taken = next((kept for kept in reversed(idle) if kept.memory.held_BS.shape == shape), None)
+        self._idle = tuple(kept for kept in idle if kept is not taken)
+        if taken is None:
+            memory = CacheMemory(torch.zeros(shape, dtype=torch.bool, device=self._device))
+            taken = RecordedMemory(memory, RecordedPasses(self._recorder))
+        else:
+            torch._foreach_zero_(
+                [taken.memory.held_BS, *(part for layer in taken.memory.layers.values() for part in layer)]
+            )
+        cache = PooledCache(self, taken, rows, positions)
+        finalize(cache, self._give_back, taken).atexit = False
+        return cache
+
+    def _give_back(self, left: RecordedMemory) -> None:
+        """Keep what a cache has left; the oldest go where that is too much."""
+        if not left.passes.names:
+            return
+        idle = (*self._idle, left)[-KEPT:]
+        while sum(kept.size for kept in idle) > self._most_bytes:
+            idle = idle[1:]
+        self._idle = idle
+
+
+class PooledCache(KVCache):
+    """A cache with memory of a pool, and the passes that were recorded over it."""
+
+    def __init__(self, pool: CachePool, of: RecordedMemory, rows: int, positions: int):
+        super().__init__(rows, positions, memory=of.memory)
+        self._pool, self.passes = pool, of.passes
+
+    def another(self, rows: int, positions: int) -> Self:
+        """An empty cache of the same pool."""
+        return self._pool.new_cache(rows, positions)

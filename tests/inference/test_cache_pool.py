@@ -1,0 +1,85 @@
+"""Memory of caches that are gone. Shape letters: B rows, L positions of a pass, H heads, D head size."""
+
+import gc
+
+import pytest
+import torch
+
+from nemo_dllm.collections.diffusion.inference.cache_pool import KEPT, SLOTS, CachePool
+from nemo_dllm.collections.diffusion.sampling.joining import Picked
+
+
+@pytest.fixture
+def pool():
+    # Nothing is recorded on a CPU; a name stands for what would be.
+    return CachePool(None, torch.device("cpu"), most_bytes=1 << 20)
+
+
+def used(cache, value=1.0, recorded=True, width=2):
+    """Write a value at the first position, and keep it."""
+    rows = len(cache.held_BS)
+    window = cache.window(torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1, dtype=torch.bool))
+    cache.write(0, window, torch.full((rows, 1, 1, width), value), torch.full((rows, 1, 1, width), -value))
+    cache.hold(window)
+    if recorded:
+        cache.passes._graphs[("pass",)] = object()
+    return cache
+
+
+def test_the_next_cache_of_the_shape_gets_the_memory_empty(pool):
+    first = used(pool.new_cache(2, 100))
+    memory, passes = first.memory, first.passes
+    del first
+    second = pool.new_cache(2, SLOTS - 1)
+    assert second.memory is memory and second.passes is passes and passes.names == ["pass"]
+    assert not second.held_BS.any() and not any(part.any() for part in memory.layers[0])
+    # It is one cache's at a time.
+    assert pool.new_cache(2, 100).memory is not memory
+
+
+@pytest.mark.parametrize(("rows", "positions"), [(1, 100), (2, SLOTS)])
+def test_other_shapes_get_memory_of_their_own(pool, rows, positions):
+    memory = used(pool.new_cache(2, 100)).memory
+    other = pool.new_cache(rows, positions)
+    assert other.memory is not memory and other.held_BS.shape[1] >= positions + 1
+    assert pool.new_cache(2, 100).memory is memory
+
+
+def test_memory_without_recorded_passes_is_not_kept(pool):
+    used(pool.new_cache(2, 100), recorded=False)
+    assert not pool._idle
+
+
+def test_the_oldest_go_where_there_are_too_many(pool):
+    for rows in range(1, KEPT + 3):
+        used(pool.new_cache(rows, 5))
+    assert [len(kept.memory.held_BS) for kept in pool._idle] == list(range(3, KEPT + 3))
+
+
+def test_the_oldest_go_where_they_take_too_much(pool):
+    row = SLOTS * 2 * 128 * 4
+    assert pool._most_bytes == 8 * row
+    for rows in (3, 4, 2, 9, 1):
+        used(pool.new_cache(rows, 5), width=128)
+    # 3 and 4 leave room for one more row; 9 are more than the pool may keep, and push all others out.
+    assert [len(kept.memory.held_BS) for kept in pool._idle] == [1]
+
+
+def test_joined_rows_have_memory_of_the_pool(pool):
+    narrow, wide = used(pool.new_cache(2, 5), 3.0), used(pool.new_cache(1, 200), 4.0)
+    joined = type(narrow).join_rows([Picked(narrow, [1]), Picked(wide, [0])], 300)
+    assert joined.held_BS.shape == (2, 3 * SLOTS) and joined.held_BS.sum(dim=1).tolist() == [1, 1]
+    keys_BSHD, values_BSHD = joined.memory.layers[0]
+    assert keys_BSHD[:, 0, 0, 0].tolist() == [3, 4] and values_BSHD[:, 0, 0, 0].tolist() == [-3, -4]
+    assert not keys_BSHD[:, 1:].any()
+    joined.passes._graphs[("joined",)] = object()
+    memory = joined.memory
+    del joined
+    assert pool.new_cache(2, 299).memory is memory
+
+
+def test_nothing_is_left_when_the_pool_goes_first(pool):
+    cache = used(pool.new_cache(1, 5))
+    del pool
+    del cache
+    gc.collect()
