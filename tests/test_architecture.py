@@ -45,6 +45,7 @@ ROOMS = {
     "cli.data": Room("typer", inside="console data megatron"),
     "collections.diffusion": Room(),
     "collections.diffusion.setting_types": Room(),
+    "collections.diffusion.characters": Room(),
     "collections.diffusion.objectives": Room("torch numpy attention.masks setting_types"),
     "collections.diffusion.sampling": Room("torch setting_types", inside="rich"),
     "collections.diffusion.kernels": Room("torch triton"),
@@ -53,9 +54,9 @@ ROOMS = {
     "collections.diffusion.attention": Room("torch megatron attention.masks attention.flex", inside="kernels"),
     "collections.diffusion.cpu": Room("torch", inside="megatron nemo"),
     "collections.diffusion.single_process": Room("torch megatron cpu"),
-    "collections.diffusion.chat_prompts": Room(inside="transformers"),
+    "collections.diffusion.chat_prompts": Room("characters", inside="transformers"),
     "collections.diffusion.data": Room(
-        "torch numpy nemo lightning tokenizers", inside="megatron transformers datasets pyarrow rich jinja2"
+        "torch numpy nemo lightning tokenizers characters", inside="megatron transformers datasets pyarrow rich jinja2"
     ),
     "collections.diffusion.models": Room(
         "torch nemo megatron lightning objectives attention attention.masks cpu", inside="kernels"
@@ -63,12 +64,12 @@ ROOMS = {
     "collections.diffusion.training": Room("torch nemo megatron lightning rich models"),
     "collections.diffusion.inference": Room(
         "torch rich nemo megatron lightning sampling models objectives attention attention.masks connectors cpu "
-        "single_process chat_prompts",
+        "single_process chat_prompts characters",
         inside="transformers jinja2 data training",
     ),
     "collections.diffusion.evaluation": Room("torch sampling inference", inside="lm_eval transformers datasets"),
     "collections.diffusion.serving": Room(
-        "torch fastapi starlette uvicorn pydantic prometheus_client sampling chat_prompts",
+        "torch fastapi starlette uvicorn pydantic prometheus_client sampling chat_prompts characters",
         inside="inference transformers",
     ),
     "connectors": Room(

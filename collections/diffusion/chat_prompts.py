@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_dllm.collections.diffusion.characters import check_characters
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -49,10 +51,7 @@ class ChatTemplate:
         """
         self.check_variables(variables)
         text = self._render(messages, add_generation_prompt=True, **variables)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError("the conversation holds half of a surrogate pair, which is no text") from error
+        check_characters(text, "the conversation")
         return self._encode(text)
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:

@@ -151,7 +151,10 @@ BAD_ROWS = [
     ('{"text": 3}\n', "field 'text' is int, not text"),
     ('{"text": null}\n', "field 'text' is NoneType, not text"),
     ("[1]\n", "a JSON list, not an object"),
-    ('{"text": "\\ud800"}\n', "half of a surrogate pair"),
+    (
+        '{"text": "\\ud800"}\n',
+        "field 'text' has half of a surrogate pair at character 1, which is no text; take it out",
+    ),
     ('{"text": ""}\n', None),
     ('{"text": "last"}', None),
 ]

@@ -64,6 +64,23 @@ def test_encoded_corpus(corpus):
     assert (corpus.sources[0].endswith("a.jsonl"), corpus.bad_rows) == (True, [])
 
 
+@pytest.mark.parametrize(
+    "row, reason",
+    [
+        ('{"prompt": "a", "completion": "b\\udc00"}', "field 'completion' has half of a surrogate pair at character 2"),
+        (
+            '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+            "field 'messages' as JSON has half of a surrogate pair at character 31",
+        ),
+        ('{"\\ud800": 1}', "the name of field '\\ud800' has half of a surrogate pair at character 1"),
+    ],
+)
+def test_half_of_a_surrogate_pair_in_any_field(file, tokenizer, row, reason):
+    file.write_text(file.read_text() + row)
+    corpus = encode_supervised(find_sources([file]), encoder_of(tokenizer), max_bad_rows=1)
+    assert [found.reason for found in corpus.bad_rows] == [f"{reason}, which is no text; take it out"]
+
+
 def test_bad_rows_up_to_the_limit(file, tokenizer):
     lines = ['{"text": "x"}', "{", '{"prompt": "a", "completion": " "}', '{"prompt": "\\ud800", "completion": "a"}']
     file.write_text(file.read_text() + "\n".join(lines))
@@ -74,7 +91,7 @@ def test_bad_rows_up_to_the_limit(file, tokenizer):
         (8, "there are no fields messages"),
         (9, "broken JSON"),
         (10, "turn 1 of the assistant is empty"),
-        (11, "has half of a surrogate pair"),
+        (11, "field 'prompt' has half of a surrogate pair at character 1"),
     ]
     with pytest.raises(
         ValueError, match=r"(?s)2 rows cannot be used, more than max_bad_rows=1;.*a.jsonl:9: broken JSON"

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from nemo_dllm.collections.diffusion.characters import check_characters
+
 
 class Part(NamedTuple):
     """A piece of one input.
@@ -45,7 +47,7 @@ def text_row(number: int, value: object, text_field: str) -> Row:
     if not isinstance(value, str):
         return Row(number, None, f"field {text_field!r} is {type(value).__name__}, not text")
     try:
-        value.encode()
-    except UnicodeEncodeError:
-        return Row(number, None, f"field {text_field!r} has half of a surrogate pair")
+        check_characters(value, f"field {text_field!r}")
+    except ValueError as error:
+        return Row(number, None, str(error))
     return Row(number, value)

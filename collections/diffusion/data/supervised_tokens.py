@@ -11,6 +11,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from nemo_dllm.collections.diffusion.characters import check_characters
 from nemo_dllm.collections.diffusion.data.bad_rows import (
     BadRow,
     bad_row,
@@ -192,14 +193,21 @@ def _read(record: Record, columns: Mapping[str, str] | None) -> Conversation | V
     if record.problem:
         return ValueError(record.problem)
     try:
-        json.dumps(record.fields, ensure_ascii=False, default=str).encode()
+        for name, value in record.fields.items():
+            _check_field(name, value)
         return read_conversation(record.fields, columns)
-    except UnicodeEncodeError:
-        return ValueError("has half of a surrogate pair")
     except RecursionError:
         return ValueError("nested too deeply")
     except ValueError as error:
         return error
+
+
+def _check_field(name: str, value: object) -> None:
+    check_characters(name, f"the name of field {name!r}")
+    if isinstance(value, str):
+        check_characters(value, f"field {name!r}")
+    else:
+        check_characters(json.dumps(value, ensure_ascii=False, default=str), f"field {name!r} as JSON")
 
 
 def _content_digest(source: Source) -> bytes:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
+from nemo_dllm.collections.diffusion.characters import check_characters
 from nemo_dllm.collections.diffusion.sampling import SamplerField, sampler_fields
 
 # Settings that OpenAI has under a name of its own, or that are the checkpoint's and the server's to decide.
@@ -42,16 +43,12 @@ def _not_supported(*neutral: Any) -> Any:
     return Annotated[Any, AfterValidator(check), Field(default=None, description="Not supported.")]
 
 
-def _whole_characters(text: str) -> str:
-    """JSON can hold halves of surrogate pairs, which are no text and which tokenizers cannot read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"holds half of a surrogate pair at character {error.start}") from error
+def _characters(text: str) -> str:
+    check_characters(text)
     return text
 
 
-Text = Annotated[str, AfterValidator(_whole_characters)]
+Text = Annotated[str, AfterValidator(_characters)]
 
 Item = TypeVar("Item")
 # A long list of nothing but mistakes would keep the event loop busy with their texts.
