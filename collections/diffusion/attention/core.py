@@ -26,6 +26,7 @@ from nemo_dllm.collections.diffusion.attention.masks import (
     dense_mask,
     sees_all_real_tokens,
 )
+from nemo_dllm.collections.diffusion.attention.ranked import has_ranks, ranked, takes
 
 # In order of preference on a GPU; torch falls through to the next kernel that takes the inputs.
 _KERNELS = [
@@ -92,8 +93,9 @@ class PatternAttention(nn.Module):
 
     Args:
         bidirectional: kernel where every token sees every real token (:func:`~masks.sees_all_real_tokens`).
-        patterned: kernel of every other pattern; for generation :func:`sdpa` in place of :func:`flex`, which would
-            compile nearly every call, as each has another length.
+        patterned: kernel of every other pattern. Generation takes :func:`~ranked.ranked` in place of :func:`sdpa` and
+            :func:`flex` where it can, and never :func:`flex`, which would compile nearly every call, as each has
+            another length.
     """
 
     def __init__(
@@ -127,8 +129,6 @@ class PatternAttention(nn.Module):
         """
         kernel = self.bidirectional if sees_all_real_tokens(pattern) else self.patterned
         generates = isinstance(pattern, CachedKeys) or (isinstance(pattern, BlockCausal) and not self.training)
-        if kernel is flex and generates:
-            kernel = sdpa
         if self.context_group is not None:
             tokens = len(key_KBGD) // copies(pattern)
             key_KBGD, value_KBGD = gather_keys(key_KBGD, value_KBGD, pattern, self.context_group)
@@ -136,6 +136,8 @@ class PatternAttention(nn.Module):
             if not sees_all_real_tokens(pattern):
                 pattern = query_shard(pattern, self.context_group.rank(), tokens)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_QBHD, key_KBGD, value_KBGD))
+        if generates and kernel in (flex, sdpa):
+            kernel = ranked if takes(query) and has_ranks(pattern) else sdpa
         dropout = self.dropout if self.training else 0.0
         if dropout and not self.sequence_parallel:
             with get_cuda_rng_tracker().fork():
