@@ -6,7 +6,6 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron.core import parallel_state
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -18,6 +17,7 @@ from nemo_dllm.collections.diffusion.attention import layers
 from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, sdpa
 from nemo_dllm.collections.diffusion.attention.flex import flex
 from nemo_dllm.collections.diffusion.attention.norms import LocalLayerNorm, LocalRMSNorm
+from nemo_dllm.collections.diffusion.attention.residual import get_shorter_bias_product_add
 from nemo_dllm.collections.diffusion.attention.self_attention import FusedSelfAttention
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -170,7 +170,7 @@ def test_flex_attention_is_refused_on_a_cpu_and_with_dropout(monkeypatch):
 def drops_clean_half(spec):
     return [
         layer.submodules.self_attention.params.get("drop_clean", False)
-        and layer.submodules.self_attn_bda is not get_bias_dropout_add
+        and layer.submodules.self_attn_bda is get_shorter_bias_product_add
         for layer in spec.layer_specs
     ]
 

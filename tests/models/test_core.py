@@ -297,3 +297,20 @@ def test_a_config_with_layers_of_its_own_is_refused(build_model):
 
     with pytest.raises(ValueError, match="GPTConfig brings layers of its own .*; choose a config with NeMo's default"):
         build_model(transformer_layer_spec=transformer_engine_layer_spec)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_leaves_additions_of_residuals_to_the_products(build_model, kind):
+    """And training does not. Two layers; the first product is added to a copy, as the embedding's output stays."""
+
+    model = build_model(activation_func=F.silu, **KINDS[kind])
+
+    def products(*, training):
+        model.train(training)
+        with torch.set_grad_enabled(training), torch.profiler.profile() as profile:
+            model(random_tokens(2, 12))
+        names = [event.name for event in profile.events()]
+        return names.count("aten::addmm"), names.count("aten::addmm_")
+
+    assert products(training=True) == (0, 0)
+    assert products(training=False) == {"dense": (1, 3), "mixture of experts": (1, 1)}[kind]

@@ -2,12 +2,10 @@
 
 import copy
 import importlib.util
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -21,6 +19,7 @@ from nemo_dllm.collections.diffusion.attention.experts import GroupedExperts, ca
 from nemo_dllm.collections.diffusion.attention.flex import check_no_dropout, flex
 from nemo_dllm.collections.diffusion.attention.mlp import FusedMLP
 from nemo_dllm.collections.diffusion.attention.norms import LOCAL_NORMS
+from nemo_dllm.collections.diffusion.attention.residual import get_bias_product_add, get_shorter_bias_product_add
 from nemo_dllm.collections.diffusion.attention.self_attention import FusedSelfAttention
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "te", "flex", "eager")
@@ -161,17 +160,7 @@ def _drop_clean_half(layer: ModuleSpec) -> None:
     """
     attention = layer.submodules.self_attention
     attention.params = {**attention.params, "drop_clean": True}
-    layer.submodules.self_attn_bda = _get_shorter_bias_dropout_add
-
-
-def _get_shorter_bias_dropout_add(training: bool, fused: bool) -> Callable:
-    """Megatron's, for an attention that returns the first positions of its input only."""
-    bias_dropout_add = get_bias_dropout_add(training, fused)
-
-    def shorter(output_with_bias, residual, dropout):
-        return bias_dropout_add(output_with_bias, residual[: output_with_bias[0].size(0)], dropout)
-
-    return shorter
+    layer.submodules.self_attn_bda = get_shorter_bias_product_add
 
 
 def _swap(layer: ModuleSpec, *, core_attention: ModuleSpec, norm: type | None, experts: type | None) -> ModuleSpec:
@@ -181,6 +170,7 @@ def _swap(layer: ModuleSpec, *, core_attention: ModuleSpec, norm: type | None, e
     attention.module = FusedSelfAttention
     attention.params = {**attention.params, "attn_mask_type": AttnMaskType.no_mask}
     attention.submodules.core_attention = core_attention
+    layer.submodules.self_attn_bda = layer.submodules.mlp_bda = get_bias_product_add
     if layer.submodules.mlp.module is MLP:
         layer.submodules.mlp.module = FusedMLP
     elif experts is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys
 from nemo_dllm.collections.diffusion.attention.masks import NoisyClean, Pattern
+from nemo_dllm.collections.diffusion.attention.residual import Product, project
 
 
 class FusedSelfAttention(SelfAttention):
@@ -40,7 +41,7 @@ class FusedSelfAttention(SelfAttention):
         rotary_pos_emb: Tensor | None = None,
         attention_bias: Pattern | CachedKeys | None = None,
         **unused: object,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | Product, Tensor | None]:
         """Attend.
 
         Args:
@@ -51,7 +52,8 @@ class FusedSelfAttention(SelfAttention):
             attention_bias: the pattern of attention, or a cache with the keys and values of other tokens.
 
         Returns:
-            Output [S, B, hidden] before its bias (with ``drop_clean`` that of the noised half), and the bias.
+            Output [S, B, hidden] before its bias (with ``drop_clean`` that of the noised half), and the bias; see
+            :func:`~residual.project`.
         """
         assert all(value is None for value in (attention_mask, *unused.values())), f"not supported: {unused}"
         if self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]:
@@ -79,7 +81,7 @@ class FusedSelfAttention(SelfAttention):
             context = tensor_parallel.checkpoint(attend, False, query, key, value)
         else:
             context = attend(query, key, value)
-        return self.linear_proj(context)
+        return project(self.linear_proj, context, self)
 
     def _norm_weight(self, norm: nn.Module | None) -> Tensor | None:
         if norm is None or isinstance(norm, IdentityOp):

@@ -26,6 +26,7 @@ from nemo_dllm.collections.diffusion.attention.masks import (
     check_shape,
     token_positions,
 )
+from nemo_dllm.collections.diffusion.attention.residual import adding_in_place
 from nemo_dllm.collections.diffusion.attention.self_attention import rotary_table
 from nemo_dllm.collections.diffusion.models.head import DEFAULT_CHUNK, HeadOutput, VocabularyShard, masked_cross_entropy
 
@@ -184,13 +185,14 @@ class DiffusionCore(MegatronGPTModel):
                 position_ids = token_positions(pattern, input_ids.device)
                 if contexts > 1:
                     position_ids = self._shard_of_positions(pattern, position_ids, input_ids)
-        return self.decoder(
-            hidden_states=self._embed(input_ids, position_ids) if self.pre_process else None,
-            # A pattern is no tensor: see FusedSelfAttention.
-            attention_mask=None,
-            attention_bias=pattern,
-            rotary_pos_emb=self._rotary_table(input_ids.size(1), position_ids),
-        )
+        with adding_in_place(self.decoder):
+            return self.decoder(
+                hidden_states=self._embed(input_ids, position_ids) if self.pre_process else None,
+                # A pattern is no tensor: see FusedSelfAttention.
+                attention_mask=None,
+                attention_bias=pattern,
+                rotary_pos_emb=self._rotary_table(input_ids.size(1), position_ids),
+            )
 
     def _shard_of_positions(self, pattern: Pattern, position_ids: Tensor | None, input_ids: Tensor) -> Tensor:
         group = self.pg_collection.cp

@@ -9,6 +9,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
 from nemo_dllm.collections.diffusion.attention.masks import NoisyClean
+from nemo_dllm.collections.diffusion.attention.residual import keeps_no_tensor
 from nemo_dllm.collections.diffusion.models.balancing import BALANCE_OVER, RoutedTokens, TokenKind, given_to_layer
 from nemo_dllm.collections.diffusion.models.router import BalancedRouter
 
@@ -73,6 +74,7 @@ def adopt_moe_layers(model: GPTModel, balance_over: str) -> None:
             layer.register_forward_pre_hook(_hand_over, with_kwargs=True)
 
 
+@keeps_no_tensor
 def _hand_over(layer: nn.Module, args: tuple, kwargs: dict) -> None:
     pattern = kwargs.get("attention_bias")
     routed = given_to_layer(pattern)
