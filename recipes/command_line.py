@@ -22,7 +22,9 @@ from nemo_run.cli.cli_parser import CLIException, ParseError
 from nemo_run.cli.lazy import LazyEntrypoint
 from torchx.specs import AppState
 
+from nemo_dllm.collections.diffusion.training.termination import exit_code_of
 from nemo_dllm.recipes.builder import RECIPES
+from nemo_dllm.recipes.executors import PASSED_ON
 from nemo_dllm.recipes.saved import is_saved_recipe
 
 # A configuration of Megatron has two hundred fields.
@@ -112,13 +114,13 @@ class QuietRun(api.RunContext):
         """Run a task elsewhere as ``run.run`` does, which does not tell how it ended.
 
         Raises:
-            SystemExit: with 1, where it failed.
+            SystemExit: with 1, where it failed; with 130 or 143, where a signal that this process got ended it.
         """
         with run.Experiment(self.name, executor=self.executor) as experiment:
             experiment.add(task, name=self.name, plugins=self.plugins, tail_logs=True)
             experiment.run(detach=self.detach)
         if not self.detach and any(job.state != AppState.SUCCEEDED for job in experiment.jobs):
-            sys.exit(1)
+            sys.exit(exit_code_of(PASSED_ON[-1]) if PASSED_ON else 1)
 
 
 def _print_places() -> None:

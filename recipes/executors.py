@@ -30,6 +30,9 @@ ENVIRONMENT = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS),
 }
 
+PASSED_ON: list[int] = []
+"""Signals that this process has passed on to those that it waits for."""
+
 
 @run.cli.factory
 def local() -> run.Config[run.LocalExecutor]:
@@ -133,7 +136,9 @@ def _pass_on(before, number: int, frame: object) -> None:
             if os.getsid(child.pid) == child.pid:
                 os.kill(child.pid, number)
                 launched = True
-    if not launched:
+    if launched:
+        PASSED_ON.append(number)
+    else:
         signal.signal(number, before)
         signal.raise_signal(number)
 

@@ -22,6 +22,7 @@ from nemo_dllm.collections.diffusion.models.layout_options import check_layout_o
 from nemo_dllm.collections.diffusion.models.lora import LoRA
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.objectives import Objective
+from nemo_dllm.collections.diffusion.training.termination import interrupts_end_with_their_code
 from nemo_dllm.recipes.cpu_memory import check_cpu_memory
 from nemo_dllm.recipes.start import start_from
 
@@ -51,6 +52,7 @@ def pretrain(
 
     Raises:
         ValueError: where model, data and trainer do not fit together; names the fields, before anything is built.
+        SystemExit: where it is told to end, see :class:`SaveOnTermination`.
     """
     with refused_once():
         check_settings(model, data, trainer)
@@ -58,7 +60,8 @@ def pretrain(
         _check_optimizer(optim, trainer.strategy)
         start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}
         resume = start_from(init_from, resume, **start)
-    return llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
+    with interrupts_end_with_their_code():
+        return llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
 
 
 def finetune(
@@ -90,9 +93,10 @@ def finetune(
         _check_adapters(peft, model, trainer.strategy, resume, init_from)
         start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}
         resume = start_from(init_from, resume, **start, adapters=peft is not None)
-    return llm.finetune(
-        model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim, peft=peft, tokenizer="data"
-    )
+    with interrupts_end_with_their_code():
+        return llm.finetune(
+            model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim, peft=peft, tokenizer="data"
+        )
 
 
 def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer: nl.Trainer) -> None:

@@ -170,7 +170,7 @@ def test_what_ends_the_launcher_ends_what_it_launched(tiny, number):
     """In a session of its own, as nemo_run starts torchrun; where nothing runs, all is as before."""
     import fiddle as fdl
 
-    from nemo_dllm.recipes.executors import FitToTrainer, local
+    from nemo_dllm.recipes.executors import PASSED_ON, FitToTrainer, local
 
     received, before = [], {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -179,10 +179,11 @@ def test_what_ends_the_launcher_ends_what_it_launched(tiny, number):
         with subprocess.Popen(["sleep", "300"], start_new_session=True) as launched:
             signal.raise_signal(number)
             assert launched.wait(timeout=60) == -number
-        assert received == []
+        assert (received, PASSED_ON) == ([], [number])
         signal.raise_signal(number)
         assert received == [number]
     finally:
+        PASSED_ON.clear()
         for each, handler in before.items():
             signal.signal(each, handler)
 

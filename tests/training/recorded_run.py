@@ -8,6 +8,7 @@ Keys of a record: ``losses``, ``samples`` and ``rates`` by step; ``validations``
 
 import inspect
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 import fiddle as fdl
 import lightning.pytorch as pl
 import nemo_run as run
+import psutil
 import torch
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -56,7 +58,11 @@ class Recorder(pl.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == self.killed_after:
-            os.kill(os.getpid(), self.killed_by)
+            for number in self.killed_by:
+                # A terminal interrupts all processes.
+                for child in psutil.Process().children() if number == signal.SIGINT else ():
+                    child.send_signal(number)
+                os.kill(os.getpid(), number)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         step = trainer.global_step
@@ -92,13 +98,19 @@ def edit(recipe, field, value):
     setattr(recipe, name, value)
 
 
-def interrupt_saves_after(step, trainer):
-    """Ctrl-C at whoever writes a file of a checkpoint, as all processes of a terminal get it."""
-    write = FileSystemWriterAsync.write_preloaded_data
+def interrupt_saves_after(step, times, trainer):
+    """Ctrl-C at the run and at whoever writes a file of a checkpoint, as all processes of a terminal get it."""
+    write, run_process = FileSystemWriterAsync.write_preloaded_data, os.getpid()
+    # Writers are processes of their own.
+    done = multiprocessing.Value("b", 0)
 
     def interrupted(*arguments, **named):
-        if trainer.global_step >= step:
-            os.kill(os.getpid(), signal.SIGINT)
+        if trainer.global_step >= step and not done.value:
+            done.value = 1
+            for _ in range(times):
+                for process in {run_process, os.getpid()}:
+                    os.kill(process, signal.SIGINT)
+                time.sleep(0.5)
         return write(*arguments, **named)
 
     FileSystemWriterAsync.write_preloaded_data = staticmethod(interrupted)
@@ -144,7 +156,7 @@ POINTS = {
 
 def main(
     folder, records, rank, ranks, killed_after, precision, factory, edits,
-    killed_by=signal.SIGKILL, killed_rank=None, interrupted_save=None, killed_save=None, launched=False,
+    killed_by=(signal.SIGKILL,), killed_rank=None, interrupted_save=None, killed_save=None, launched=False,
     lora_from=None, late_rank=None,
 ):  # fmt: skip
     if launched:
@@ -155,6 +167,8 @@ def main(
     # A test's captured output is not this process's.
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     torch.set_num_threads(1)
+    # A background process of a shell, and so of a test, ignores Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if not launched:
         os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks))
     recipe = getattr(tiny, factory)(dir=folder if isinstance(folder, str) else folder[rank])
@@ -174,9 +188,7 @@ def main(
         killed_after = None
     recorder = Recorder(Path(records) / f"record{rank}", killed_after, killed_by)
     if interrupted_save is not None:
-        # A background process of a shell, and so of a test, ignores Ctrl-C.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        interrupt_saves_after(interrupted_save, trainer)
+        interrupt_saves_after(*interrupted_save, trainer)
     if killed_save is not None:
         kill_save_after(*killed_save, trainer)
     recorder.watch(built.keywords["model"].objective)

@@ -163,15 +163,6 @@ def test_lines_of_a_real_run(straight):
     assert sum(line.startswith("step 12/12  loss ") for line in lines) == 1
 
 
-def test_an_interrupt_says_how_to_go_on(start, trainer, capsys):
-    progress = start()
-    trainer.global_step = 7
-    progress.on_exception(trainer, None, ValueError())
-    assert capsys.readouterr().out == ""
-    progress.on_exception(trainer, None, KeyboardInterrupt())
-    assert capsys.readouterr().out == "interrupted at step 7; the same command goes on from the last checkpoint\n"
-
-
 def test_a_finished_run_says_that_nothing_is_left(trainer, start, capsys):
     from nemo_dllm.collections.diffusion.training.progress import RunProgress
 

@@ -92,12 +92,8 @@ class RunProgress(ProgressBar):
             )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give the terminal back, and say how to go on after an interrupt."""
+        """Give the terminal back."""
         self._stop()
-        if self._console is not None and isinstance(exception, KeyboardInterrupt):
-            self._console.print(
-                f"interrupted at step {trainer.global_step}; the same command goes on from the last checkpoint"
-            )
 
     def _stop(self) -> None:
         if self._progress is not None:
