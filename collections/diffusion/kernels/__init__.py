@@ -1,1 +1,1 @@
-"""Triton kernels for pointwise work that would otherwise dominate a step. Imported only where a GPU is used."""
+"""Triton kernels for what would otherwise dominate a step. Imported only where a GPU is used."""
