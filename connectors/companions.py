@@ -11,10 +11,11 @@ from pathlib import Path
 from nemo_dllm.connectors.checkpoint_files import CONFIG_FILE
 from nemo_dllm.connectors.config import Origin
 from nemo_dllm.connectors.facts import CheckpointFacts
+from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.json_files import read_json_object
 from nemo_dllm.connectors.mask_token import MaskToken
 from nemo_dllm.connectors.shard_layout import ShardLayout, read_shard_layout
-from nemo_dllm.connectors.tokenizer_files import is_special, load_hf_tokenizer, write_mask_token
+from nemo_dllm.connectors.tokenizer_files import name_mask_token
 
 FOLDER = "hf"
 FACTS_FILE = "nemo_dllm.json"
@@ -30,7 +31,8 @@ _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 def copy_companions(hf_path: Path, folder: Path, facts: CheckpointFacts, mask_token: MaskToken) -> None:
     """Copy the small files of a Hugging Face checkpoint, byte for byte, and write facts and shards beside them.
 
-    The tokenizer's name the mask token, and have it: a checkpoint that becomes another model needs it there too.
+    The tokenizer's name the mask token, see :func:`name_mask_token`: a checkpoint that becomes another model needs it
+    there too.
 
     Args:
         hf_path: the checkpoint.
@@ -42,23 +44,13 @@ def copy_companions(hf_path: Path, folder: Path, facts: CheckpointFacts, mask_to
     for name, file in small_files(hf_path).items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, folder / name)
-    if mask_token.added or _is_unnamed(folder, facts, mask_token):
-        write_mask_token(folder, mask_token)
+    # A diffusion model that says elsewhere which token is its mask stays as it is.
+    if facts.attention == "causal" or mask_token.id != facts.declared_mask_token_id:
+        name_mask_token(folder, mask_token, find_family(read_json_object(folder / CONFIG_FILE)).mask_token)
     (folder / FACTS_FILE).write_text(json.dumps(facts.to_json(), indent=2) + "\n")
     layout = read_shard_layout(hf_path)
     if layout is not None:
         (folder / SHARDS_FILE).write_text(json.dumps(layout._asdict(), indent=2) + "\n")
-
-
-def _is_unnamed(folder: Path, facts: CheckpointFacts, mask_token: MaskToken) -> bool:
-    """Whether a tokenizer must be told that one of its special tokens is the mask token.
-
-    That of a diffusion model which says so elsewhere stays as it is, and a token that text uses stays text.
-    """
-    if facts.attention != "causal" and mask_token.id == facts.declared_mask_token_id:
-        return False
-    tokenizer = load_hf_tokenizer(folder)
-    return tokenizer is not None and tokenizer.mask_token_id != mask_token.id and is_special(tokenizer, mask_token.id)
 
 
 def small_files(hf_path: Path) -> dict[str, Path]:

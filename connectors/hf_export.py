@@ -1,6 +1,5 @@
 """From a NeMo checkpoint of a diffusion model to a Hugging Face checkpoint."""
 
-import copy
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.utils import unwrap_model
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
+from nemo.utils import logging
 from torch import nn
 
 from nemo_dllm.collections.diffusion.models.lora import add_adapters, merge_adapters
@@ -26,7 +26,7 @@ from nemo_dllm.connectors.config import Origin, diffusion_hf_config
 from nemo_dllm.connectors.families.registry import family_of
 from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.load import export_dtypes, export_hf_tensors, hf_tensor_headers
-from nemo_dllm.connectors.mask_token import MaskToken
+from nemo_dllm.connectors.mask_token import token_at
 from nemo_dllm.connectors.model_context import damage_named, load_model_context
 from nemo_dllm.connectors.new_folder import refuse_existing
 from nemo_dllm.connectors.safetensors_writer import TensorHeader
@@ -34,7 +34,7 @@ from nemo_dllm.connectors.shard_layout import size_in_bytes
 from nemo_dllm.connectors.summary import TensorTally, conversion_summary
 from nemo_dllm.connectors.tensor_dtypes import main_dtype
 from nemo_dllm.connectors.tied_head import repeat_head
-from nemo_dllm.connectors.tokenizer_files import is_special
+from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer, name_mask_token
 
 # NeMo saves the Megatron model as a child of its own module.
 _MODULE_PREFIX = "module."
@@ -111,9 +111,7 @@ def _config_and_files(
     )
     if origin is None:
         config |= _special_ids(model.tokenizer)
-        files = _tokenizer_files(
-            model.tokenizer, MaskToken(model.objective.mask_token_id, family_of(model.config).mask_token)
-        )
+        files = _tokenizer_files(model.tokenizer, model.objective.mask_token_id, family_of(model.config))
     else:
         files = companion_files(nemo_path)
         if config != origin.config:
@@ -223,18 +221,20 @@ def _stored_dtype(weights: Path) -> torch.dtype:
     return next(t.dtype for name, t in tensors.items() if name.endswith("word_embeddings.weight"))
 
 
-def _tokenizer_files(tokenizer, mask_token: MaskToken) -> dict[str, bytes]:
-    """Files of a tokenizer that names the mask token: a special token that it has, or the next one to be added."""
+def _tokenizer_files(tokenizer, mask_token_id: int, family: Family) -> dict[str, bytes]:
+    """Files of a tokenizer, which name the mask token where they can, see :func:`name_mask_token`."""
     if not isinstance(tokenizer, AutoTokenizer):
         return {}
-    hf_tokenizer = copy.deepcopy(tokenizer.tokenizer)
-    if is_special(hf_tokenizer, mask_token.id):
-        hf_tokenizer.mask_token = hf_tokenizer.convert_ids_to_tokens(mask_token.id)
-    elif mask_token.id == len(hf_tokenizer):
-        hf_tokenizer.add_special_tokens({"mask_token": mask_token.text})
-    with tempfile.TemporaryDirectory() as folder:
-        hf_tokenizer.save_pretrained(folder)
-        return {name: file.read_bytes() for name, file in small_files(Path(folder)).items()}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokenizer.tokenizer.save_pretrained(folder)
+        files = {name: file.read_bytes() for name, file in small_files(folder).items()}
+        try:
+            name_mask_token(folder, token_at(mask_token_id, load_hf_tokenizer(folder), family), family.mask_token)
+        except ValueError as error:  # Of a class that is code, say; the training must not be lost for it.
+            logging.warning(f"the exported tokenizer does not name the mask token {mask_token_id}: {error}")
+            return files
+        return {name: file.read_bytes() for name, file in small_files(folder).items()}
 
 
 def _modeling_files(family: Family) -> dict[str, bytes]:

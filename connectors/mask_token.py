@@ -32,8 +32,8 @@ def find_mask_token(
         generation: content of generation_config.json.
 
     Raises:
-        ValueError: where the mask token is the bos, eos, pad or unk token as well, or a file names an id outside of the
-            vocabulary.
+        ValueError: where the mask token is the bos, eos, pad or unk token as well, a file names an id outside of the
+            vocabulary, or the tokenizer's ids have a gap, in which it would count a new one.
     """
     for settings in (hf, generation):
         named = settings.get("mask_token_id")
@@ -44,32 +44,43 @@ def find_mask_token(
             return mask_token_at(named, tokenizer, hf, family)
     if tokenizer is None:
         return MaskToken(None, None)
-    text = tokenizer.mask_token or family.mask_token
-    added = text not in tokenizer.get_vocab()
+    text, known = tokenizer.mask_token or family.mask_token, tokenizer.get_vocab()
+    added = text not in known
     token_id = _added_id(tokenizer, text)
+    if added and token_id in known.values():
+        raise ValueError(
+            f"the tokenizer would give {text!r} the id {token_id}, which another token has: its ids have gaps; set "
+            "mask_token_id of the objective to the id of an unused token"
+        )
     _check_unshared(token_id, tokenizer, hf)
     return MaskToken(token_id, text, added)
 
 
 def mask_token_at(token_id: int, tokenizer, hf: Mapping[str, Any], family: Family) -> MaskToken:
-    """The mask token of a given id, which may be one that text uses.
-
-    Its text is that of the tokenizer's token, or the family's mask token where the next token to be added has the id.
+    """The mask token of a given id, see :func:`token_at`; it may be one that text uses.
 
     Raises:
         ValueError: where the id is outside of the vocabulary, or that of the bos, eos, pad or unk token.
     """
     _check_unshared(token_id, tokenizer, hf)
-    token = MaskToken(token_id, None)
-    if tokenizer is not None:
-        text = next((text for text, known_id in tokenizer.get_vocab().items() if known_id == token_id), None)
-        if text is not None:
-            token = MaskToken(token_id, text)
-        elif family.mask_token not in tokenizer.get_vocab() and _added_id(tokenizer, family.mask_token) == token_id:
-            token = MaskToken(token_id, family.mask_token, added=True)
+    token = token_at(token_id, tokenizer, family)
     if token.text is None:
         _check_inside(token_id, family.vocab_size(hf))
     return token
+
+
+def token_at(token_id: int, tokenizer, family: Family) -> MaskToken:
+    """The token of a given id, as a tokenizer has it, or can get it.
+
+    Its text is that of the tokenizer's token, or the family's mask token where the next token to be added has the id,
+    and no other one the text. The tokenizer may get the token added.
+    """
+    known = {} if tokenizer is None else tokenizer.get_vocab()
+    text = next((text for text, known_id in known.items() if known_id == token_id), None)
+    can_add = text is None and tokenizer is not None and family.mask_token not in known
+    if can_add and _added_id(tokenizer, family.mask_token) == token_id:
+        return MaskToken(token_id, family.mask_token, added=True)
+    return MaskToken(token_id, text)
 
 
 def grown_vocab_size(hf: Mapping[str, Any], family: Family, mask_token: MaskToken) -> int:
@@ -78,20 +89,9 @@ def grown_vocab_size(hf: Mapping[str, Any], family: Family, mask_token: MaskToke
 
 
 def _added_id(tokenizer, text: str) -> int:
-    """The id of a token, added where it is new.
-
-    Raises:
-        ValueError: where the tokenizer's ids have a gap, and it would count from inside.
-    """
-    known = tokenizer.get_vocab()
+    """The id of a token, added where it is new; that of another one where the tokenizer's ids have a gap."""
     tokenizer.add_special_tokens({"mask_token": text})
-    token_id = tokenizer.convert_tokens_to_ids(text)
-    if text not in known and token_id in known.values():
-        raise ValueError(
-            f"the tokenizer would give {text!r} the id {token_id}, which another token has: its ids have gaps; set "
-            "mask_token_id of the objective to the id of an unused token"
-        )
-    return token_id
+    return tokenizer.convert_tokens_to_ids(text)
 
 
 def _check_inside(token_id: int, vocab_size: int) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo.utils import logging
+
 from nemo_dllm.connectors.json_files import read_json_object
 from nemo_dllm.connectors.mask_token import MaskToken
 
@@ -93,6 +95,35 @@ def is_special(tokenizer, token_id: int) -> bool:
     """Whether a tokenizer knows a token as a special one, which text does not use."""
     known = tokenizer.added_tokens_decoder.get(token_id)
     return known is not None and known.special
+
+
+def name_mask_token(folder: Path, mask_token: MaskToken, usual_text: str) -> None:
+    """Let the tokenizer files of a folder name a model's mask token: a special one that they have, or a new one.
+
+    A token that text uses stays text, and an id that the tokenizer neither has nor gives next cannot be named. Where it
+    has another mask token then, that is said: programs ask either the tokenizer or config.json.
+
+    Args:
+        folder: of the files; without any, nothing happens.
+        mask_token: the model's.
+        usual_text: of mask tokens in this family.
+
+    Raises:
+        ValueError: see :func:`write_mask_token`.
+    """
+    tokenizer = load_hf_tokenizer(folder)
+    if tokenizer is None or tokenizer.mask_token_id == mask_token.id:
+        return
+    if mask_token.added or is_special(tokenizer, mask_token.id):
+        write_mask_token(folder, mask_token)
+        return
+    text = usual_text if tokenizer.mask_token_id is None else tokenizer.mask_token
+    other = tokenizer.get_vocab().get(text)
+    if other is not None:
+        logging.warning(
+            f"the model's mask token is {mask_token.id}, and its tokenizer has {text!r} as token {other}, which is "
+            "none for this model; take mask_token_id from config.json, not from the tokenizer"
+        )
 
 
 def write_mask_token(folder: Path, mask_token: MaskToken) -> None:

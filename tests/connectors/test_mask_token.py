@@ -43,6 +43,13 @@ def test_ids_with_gaps_give_no_new_id(models, tmp_path):
         ValueError, match="would give '<.mask.>' the id 196, which another token has: its ids have gaps"
     ):
         find_mask_token(load_hf_tokenizer(twin), HF, QWEN3)
+    # Whoever chooses an id does what the error asks for.
+    assert mask_token_at(199, load_hf_tokenizer(twin), HF, QWEN3) == MaskToken(199, None)
+
+
+def test_a_text_that_another_token_has_is_not_added_again(tokenizer):
+    tokenizer.add_tokens(["<|mask|>"])
+    assert mask_token_at(197, tokenizer, HF, QWEN3) == MaskToken(197, None)
 
 
 def test_the_tokenizer_s_own_mask_token_wins_over_the_family_s(tokenizer):
