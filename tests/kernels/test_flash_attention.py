@@ -149,9 +149,9 @@ def test_cached_keys(where, masked):
 
 @pytest.mark.parametrize("tiling", [SMALL, SMALL._replace(part=2**20)], ids=["parts", "one part"])
 def test_a_row_alone_is_bitwise_what_it_is_in_a_batch_with_longer_rows(where, tiling):
-    samples, longest = 3, 700
+    samples, longest = 3, 300
     query, key, value = tensors(where, samples, 4, longest, 2, 4, 64)
-    for row, length in enumerate((700, 37, 130)):
+    for row, length in enumerate((300, 37, 130)):
         key_BK = torch.zeros(samples, longest, dtype=torch.int32, device=where[0])
         key_BK[row, length:] = HIDDEN
         key_BK[row, 3] = HIDDEN

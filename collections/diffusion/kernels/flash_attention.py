@@ -67,7 +67,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, ranks: Ranks | No
     """Softmax in fp32 over the keys whose rank is at most the query's; 0 for a query that sees none.
 
     Args:
-        query: bf16 or fp16 [B, H, Q, D], D <= 256. Like keys and values it may lie anyhow, but for a stride of 1 along D.
+        query: bf16 or fp16 [B, H, Q, D], D <= 256. Its stride along D is 1, as of keys and values; others are free.
         key, value: [B, G, K, D].
         ranks: None where every query sees every key.
         scale: of the scores, above 0.
