@@ -1,5 +1,6 @@
 """What fails in the server itself: told apart from what is wrong with a request, logged, and gone with the request."""
 
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +11,7 @@ import torch
 
 from nemo_dllm.collections.diffusion.serving.limits import ServerLimits
 
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ERRORS = [RuntimeError("the model broke"), ValueError("steps=0 must be from 1 to max_new_tokens=8"), MemoryError()]
 
 
@@ -97,6 +98,85 @@ def test_a_tokenizer_that_fails(kit, name, caplog):
         assert response.status_code == 500 and request_id in response.json()["error"]["message"]
         assert any(request_id in record.getMessage() and record.exc_info for record in caplog.records)
         assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+@pytest.fixture
+def half_failing(kit):
+    """A server of a model that fails at "z": a request, and its answer without the second prompt, which has one."""
+    model = kit.ToyModel()
+    with kit.running(model) as server:
+        body = {"max_tokens": 6, "temperature": 1.0, "seed": 1}
+        alone = server.post(COMPLETIONS, body | {"prompt": ["a", "b"]}).json()["choices"][0]
+        model.fail_on = ord("z")
+        yield server, body | {"prompt": ["a", "z"]}, alone
+
+
+def test_one_choice_that_fails_leaves_the_others(half_failing):
+    server, body, alone = half_failing
+    response = server.post(COMPLETIONS, body)
+    first, second = response.json()["choices"]
+    assert response.status_code == 200 and first == alone
+    assert (second["index"], second["text"], second["finish_reason"]) == (1, "", "error")
+    assert second["error"]["code"] == "model_failed" and response.headers["x-request-id"] in second["error"]["message"]
+    assert response.json()["usage"]["completion_tokens"] == 6
+    choices = server.client().completions.create(model="toy", **body).choices
+    assert [choice.finish_reason for choice in choices] == [alone["finish_reason"], "error"]
+    assert choices[1].error["type"] == "server_error"
+    assert server.row_ends() == {"length": 4, "failed": 2}
+
+
+def test_the_choice_of_a_stream_that_fails_is_told_as_such(half_failing):
+    server, body, alone = half_failing
+    events = server.events(COMPLETIONS, body | {"stream_options": {"include_usage": True}})
+    ends = {
+        choice["index"]: choice
+        for event in events
+        for choice in event["choices"]
+        if choice["finish_reason"] is not None
+    }
+    assert "".join(c["text"] for e in events for c in e["choices"] if c["index"] == 0) == alone["text"]
+    assert (ends[0]["finish_reason"], "error" in ends[0]) == ("length", False)
+    assert (ends[1]["finish_reason"], ends[1]["error"]["code"]) == ("error", "model_failed")
+    assert events[-1]["usage"]["completion_tokens"] == 6
+    with server.client().completions.create(model="toy", stream=True, **body) as stream:
+        assert {c.finish_reason for chunk in stream for c in chunk.choices if c.index == 1} == {"error"}
+
+
+def test_one_sample_of_several_that_fails(kit):
+    model = kit.ToyModel()
+    with kit.running(model) as server:
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 20, "n": 3, "temperature": 1.0, "seed": 1}
+        texts = [choice["message"]["content"] for choice in server.post(CHAT, chat).json()["choices"]]
+        # A token of the second sample alone, which it fails at once it has found it.
+        (model.fail_on, *_) = sorted(set(texts[1].encode()) - set((texts[0] + texts[2] + "user: \nassistant").encode()))
+        response = server.post(CHAT, chat)
+        choices = response.json()["choices"]
+        assert response.status_code == 200
+        assert [choice["finish_reason"] for choice in choices] == ["length", "error", "length"]
+        assert [choice["message"]["content"] for choice in choices] == [texts[0], "", texts[2]]
+
+
+def test_a_request_of_which_no_choice_is_finished_fails_as_a_whole(half_failing):
+    server, body, _ = half_failing
+    response = server.post(COMPLETIONS, body | {"prompt": ["z", "zz"]})
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "model_failed")
+    response = server.post(COMPLETIONS, body | {"prompt": ["z", "zz"], "stream": True})
+    first, second = (json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line)
+    assert first["choices"][0]["finish_reason"] == "error" and second["error"]["code"] == "model_failed"
+
+
+def test_what_is_finished_when_time_is_up_is_delivered(kit):
+    class Stalling(kit.ToyModel):
+        def denoiser(self, tokens_BT, *, key_mask_BT):
+            if (tokens_BT == ord("z")).any():
+                self.open.clear()
+            return super().denoiser(tokens_BT, key_mask_BT=key_mask_BT)
+
+    with kit.running(Stalling(), ServerLimits(timeout_seconds=2, max_batch_rows=1)) as server:
+        first, second = server.post(COMPLETIONS, {"prompt": ["a", "z"], "max_tokens": 2}).json()["choices"]
+        assert (first["finish_reason"], second["finish_reason"]) == ("length", "error")
+        assert second["error"]["code"] == "timeout"
+        assert server.row_ends() == {"length": 1, "timeout": 1}
 
 
 def test_rows_are_counted_once_by_how_they_ended(kit):

@@ -148,7 +148,9 @@ async def _finished(answer: Answer, choices: int) -> list[FinishedChoice]:
     async for update in answer.updates():
         texts[update.index] += update.text
         ends[update.index] = update
-    return [FinishedChoice(text, end.finish_reason, end.tokens) for text, end in zip(texts, ends, strict=True)]
+    return [
+        FinishedChoice(text, end.finish_reason, end.tokens, end.error) for text, end in zip(texts, ends, strict=True)
+    ]
 
 
 async def _events(

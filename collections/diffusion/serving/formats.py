@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from nemo_dllm.collections.diffusion.serving.answer import ChoiceUpdate
+from nemo_dllm.collections.diffusion.serving.errors import RequestError
 
 DONE = b"data: [DONE]\n\n"
 
 
 class FinishedChoice(NamedTuple):
-    """A whole completion; ``tokens`` counts what ended it as well."""
+    """A whole completion, or why there is none; ``tokens`` counts what ended it as well."""
 
     text: str
     finish_reason: str
     tokens: int
+    error: RequestError | None = None
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -90,7 +92,7 @@ class AnswerWriter:
     def whole(self, choices: Sequence[FinishedChoice], prompt_tokens: int) -> dict[str, Any]:
         """The answer of a request that does not stream."""
         bodies = [
-            _choice(index, self._shape.content(choice.text), choice.finish_reason)
+            _choice(index, self._shape.content(choice.text), choice.finish_reason, choice.error)
             for index, choice in enumerate(choices)
         ]
         counts = usage(prompt_tokens, sum(choice.tokens for choice in choices))
@@ -104,7 +106,8 @@ class AnswerWriter:
     def update(self, update: ChoiceUpdate) -> bytes:
         """The event of an update; the canvas is a further field of its choice."""
         canvas = {} if update.canvas is None else {"canvas": update.canvas}
-        return self._event([_choice(update.index, self._shape.delta(update.text), update.finish_reason) | canvas])
+        choice = _choice(update.index, self._shape.delta(update.text), update.finish_reason, update.error)
+        return self._event([choice | canvas])
 
     def counts(self, prompt_tokens: int, completion_tokens: int) -> bytes:
         """The event with the counts, for requests that ask."""
@@ -114,5 +117,8 @@ class AnswerWriter:
         return event({"object": self._shape.chunk, **self._head, "choices": choices, **further})
 
 
-def _choice(index: int, content: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-    return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+def _choice(
+    index: int, content: dict[str, Any], finish_reason: str | None = None, error: RequestError | None = None
+) -> dict[str, Any]:
+    told = {} if error is None else error.body()
+    return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason, **told}

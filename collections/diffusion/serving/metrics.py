@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 PREFIX = "nemo_dllm"
 
 # Finished by an end token or text, or at its length; given up because the client left, because time was up, because the
-# model failed, or because the server stopped. A failure or the end of time takes all unfinished choices of a request.
+# model failed, or because the server stopped.
 ROW_ENDS = ("stop", "length", "cancelled", "timeout", "failed", "shutting_down", "device_failed")
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
