@@ -48,6 +48,7 @@ class Command:
         own: its options, without the sampler's.
         samples: whether it takes sampler settings, and hands those that are given on as ``settings``.
         alternatives: options of which at most one may be given.
+        fills_gaps: whether gaps decide on how many tokens there are, and so on how many steps.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Command:
     own: tuple[Option, ...]
     samples: bool = True
     alternatives: tuple[str, ...] = ()
+    fills_gaps: bool = False
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -76,7 +78,7 @@ class Command:
         of_sampler = {option.name for option in self.options if option.of_sampler}
         settings = {name: value for name, value in given.items() if name in of_sampler}
         if settings or given.get("preset"):
-            _check_settings(given.get("preset"), settings)
+            _check_settings(given.get("preset"), settings, self.fills_gaps)
         arguments = {option.name: given.get(option.name, option.default) for option in self.own}
         if self.samples:
             arguments["settings"] = settings
@@ -95,13 +97,14 @@ def check_alternatives(command: Command, given: Mapping[str, Any]) -> None:
         raise ValueError(f"{' and '.join(named)} are given; give one of them")
 
 
-def _check_settings(preset: str | None, settings: Mapping[str, Any]) -> None:
+def _check_settings(preset: str | None, settings: Mapping[str, Any], fills_gaps: bool) -> None:
     """Check what can be told before the checkpoint is loaded, which takes long, and without NeMo."""
     sampling = importlib.import_module("nemo_dllm.collections.diffusion.sampling")
     if preset is not None:
         sampling.preset_fields(preset)
     of_checkpoint = {"block_size": settings.get("steps_per_block") or 1, "eos_token_id": 0}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    given = sampling.settings_of_gaps(given, tokens=1) if fills_gaps else given
     sampling.SamplerConfig(**(of_checkpoint | given))
 
 
@@ -177,6 +180,7 @@ COMMANDS: Sequence[Command] = (
             _PRESET,
         ),
         alternatives=("text", "text_file", "prefix"),
+        fills_gaps=True,
     ),
     Command(
         "chat",

@@ -4,6 +4,7 @@ import inspect
 import re
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,6 +70,16 @@ def test_settings_are_checked_before_anything_is_loaded():
     # What the checkpoint brings along is not missed.
     with pytest.raises(ValueError, match="top_k=0 must be at least 1"):
         run(top_k=0, cache="exact", steps_per_block=4, stop_strings=["a"])
+
+
+def test_the_steps_of_infilling_are_not_those_of_a_continuation():
+    (infill,) = (command for command in COMMANDS if command.name == "infill")
+    ran = []
+    given = {"path": ".", "text": "a <mask:300>", "steps": 200, "min_new_tokens": 200}
+    infill.run(given, lambda _: SimpleNamespace(infill=lambda **arguments: ran.append(arguments)))
+    assert ran[0]["settings"] == {"steps": 200, "min_new_tokens": 200}
+    with pytest.raises(ValueError, match="steps=0 must be from 1"):
+        infill.run(given | {"steps": 0}, lambda _: pytest.fail("loaded"))
 
 
 def test_the_page_names_options_that_there_are():

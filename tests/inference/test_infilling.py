@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,24 @@ def test_a_block_causal_model_says_what_it_does_not_see(infill):
 def test_a_replay_of_infilling(infill, tmp_path):
     infill(prefix="w5", suffix="w8", replay=tmp_path / "replay.html")
     assert "step 3, 0 masked" in (tmp_path / "replay.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "settings, steps",
+    [({"steps": 150}, 150), ({"steps": 30}, 30), ({"steps": 400}, 160), ({"steps_per_block": 140}, 140), ({}, 160)],
+)
+def test_steps_are_those_that_the_gaps_allow(infill, tmp_path, settings, steps):
+    """More than the tokens that a continuation has by default, and than the gaps have."""
+    infill(text="w5 <mask:80> w7 <mask:80>", settings=settings, replay=tmp_path / "replay.html")
+    found = re.findall(r"step (\d+), (\d+) masked", (tmp_path / "replay.html").read_text())
+    assert len(found) == steps and found[-1] == (str(steps), "0")
+
+
+def test_settings_that_no_gap_makes_right(infill):
+    with pytest.raises(ValueError, match="steps=0 must be from 1 to max_new_tokens=3"):
+        infill(text="w5 <mask>", settings={"steps": 0})
+    with pytest.raises(ValueError, match="steps='9' must be a whole number"):
+        infill(text="w5 <mask>", settings={"steps": "9"})
 
 
 def test_bad_texts(infill, tmp_path):

@@ -10,6 +10,7 @@ from nemo_dllm.collections.diffusion.sampling import (
     SamplerConfig,
     preset,
     sampler_fields,
+    settings_of_gaps,
 )
 
 
@@ -121,3 +122,19 @@ def test_fields_win_over_the_preset():
     assert preset("sdar", threshold=0.5).threshold == 0.5
     with pytest.raises(ValueError, match="preset='lada' is unknown; known: .*llada, llada2, llada2_1, sdar"):
         preset("lada")
+
+
+@pytest.mark.parametrize(
+    "settings, length",
+    [
+        ({}, 12),
+        ({"steps": 9, "max_new_tokens": 3}, 12),
+        ({"steps": 300}, 300),
+        ({"steps_per_block": 40, "min_new_tokens": 50}, 50),
+        ({"steps": None}, 12),
+    ],
+)
+def test_the_length_of_gaps_is_that_of_their_tokens(settings, length):
+    found = settings_of_gaps(settings, tokens=12)
+    assert found == settings | {"max_new_tokens": length}
+    SamplerConfig(**found)

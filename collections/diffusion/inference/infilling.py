@@ -12,7 +12,7 @@ import torch
 from nemo_dllm.collections.diffusion.inference.prompts import read_utf8
 from nemo_dllm.collections.diffusion.inference.session import Session, open_session
 from nemo_dllm.collections.diffusion.inference.text import printable
-from nemo_dllm.collections.diffusion.sampling import denoise
+from nemo_dllm.collections.diffusion.sampling import denoise, settings_of_gaps
 
 _MARK = re.compile(r"<mask(?::(\d+))?>")
 
@@ -95,6 +95,7 @@ def infill(
     if length < 1:
         raise ValueError(f"length={length} must be at least 1")
     parts = parse_gaps(text, length) if text is not None else [p for p in (prefix, length, suffix) if p != ""]
+    settings = settings_of_gaps(settings, sum(part for part in parts if isinstance(part, int)))
     session = open_session(path, best=best, preset=preset, settings=settings, watch=watch, replay=replay)
     if session.model.block_size is not None and not isinstance(parts[-1], int):
         print(

@@ -1,6 +1,12 @@
 """Sampling from masked diffusion models: confidence-based iterative unmasking over any function tokens -> logits."""
 
-from nemo_dllm.collections.diffusion.sampling.config import CACHES, SamplerConfig, SamplerField, sampler_fields
+from nemo_dllm.collections.diffusion.sampling.config import (
+    CACHES,
+    SamplerConfig,
+    SamplerField,
+    sampler_fields,
+    settings_of_gaps,
+)
 from nemo_dllm.collections.diffusion.sampling.denoise import denoise
 from nemo_dllm.collections.diffusion.sampling.display import canvas_pieces, canvas_text, watch
 from nemo_dllm.collections.diffusion.sampling.generate import (
@@ -54,6 +60,7 @@ __all__ = [
     "register_remasking",
     "register_schedule",
     "sampler_fields",
+    "settings_of_gaps",
     "span_between",
     "transfer_counts",
     "watch",

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any, NamedTuple
@@ -247,6 +247,19 @@ _RULES = (
         "with stray_masks_compete need the whole canvas in every pass; leave cache None",
     ),
 )
+
+
+def settings_of_gaps(settings: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    """Fields for infilling, where gaps are the length: ``max_new_tokens`` is that, or what the others need it to be.
+
+    More steps than tokens are no mistake here: steps end with the last hole.
+
+    Args:
+        settings: further fields of ``SamplerConfig``.
+        tokens: of all gaps together.
+    """
+    counts = [settings.get(name) for name in ("steps", "steps_per_block", "min_new_tokens")]
+    return {**settings, "max_new_tokens": max([tokens, *(count for count in counts if isinstance(count, int))])}
 
 
 class SamplerField(NamedTuple):

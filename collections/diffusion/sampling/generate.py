@@ -166,7 +166,8 @@ def infill(
         model: scores every token at every position; with ``config.cache`` a ``CachedDenoiser``.
         tokens: token ids of each row, of any lengths; those under holes are ignored.
         holes: per row as many booleans, True where a token is to be found.
-        config: how positions are filled; lengths, end tokens and stop strings have no meaning here.
+        config: how positions are filled; lengths, end tokens and stop strings have no meaning here. See
+            ``settings_of_gaps`` for more steps than ``max_new_tokens``.
         mask_token_id: token shown to the model at holes; never chosen.
         pad_token_id, row_ids, seeds: as for ``generate``.
         device: of the model; None is the device of the tokens, the CPU for lists.
