@@ -47,8 +47,10 @@ def open_source(model: DiffusionModel, hf_path: str | Path, facts: CheckpointFac
         ValueError: where the model contradicts the checkpoint, or there is no mask token.
     """
     checkpoint, facts = HFCheckpoint(hf_path), facts or read_facts(hf_path)
+    origin = Origin(checkpoint.config, facts)
+    check_same_sizes(model, origin, checkpoint.path)
     source = Source(checkpoint, facts, _mask_token(model.objective, checkpoint))
-    check_same_source(model, Origin(checkpoint.config, facts), checkpoint.path, source.vocab_size)
+    check_same_source(model, origin, checkpoint.path, source.vocab_size)
     return source
 
 
@@ -68,8 +70,8 @@ def adopt_import(model: DiffusionModel, nemo_path: str | Path, recipe_mask_token
     if origin is None:
         raise ValueError(f"{nemo_path} is no import of a Hugging Face checkpoint; remove it or choose another folder")
     imported = load_model_context(nemo_path)
-    adopt_mask_token(model, imported.objective.mask_token_id, nemo_path, recipe_mask_token_id)
     check_same_source(model, origin, nemo_path, imported.config.vocab_size)
+    adopt_mask_token(model, imported.objective.mask_token_id, nemo_path, recipe_mask_token_id)
     adopt(model, imported.tokenizer, imported.objective.mask_token_id, imported.config.vocab_size)
 
 
@@ -133,6 +135,22 @@ def _mask_token(objective, checkpoint: HFCheckpoint) -> MaskToken:
             f"to the id of an unused token below {family.vocab_size(hf)}"
         )
     return found
+
+
+def check_same_sizes(model: DiffusionModel, origin: Origin, where: Path) -> None:
+    """Check what can be told before the mask token is known: with other sizes, none would do.
+
+    Args:
+        model, origin, where: see :func:`check_same_source`.
+
+    Raises:
+        ValueError: where the configuration is another; the vocabulary may still be the one that the mask token needs.
+    """
+    declared, vocab_size = origin.facts.declared_mask_token_id, model.config.vocab_size
+    mask_token_id = model.objective.mask_token_id if declared is None else declared
+    fits_vocabulary = vocab_size is None or mask_token_id in (None, vocab_size - 1)
+    unknown = vocabulary_fields(find_family(origin.config)) if fits_vocabulary else ()
+    check_fits_config(model.config, origin.config | dict.fromkeys(unknown, vocab_size), where=where)
 
 
 def check_same_source(model: DiffusionModel, origin: Origin, where: Path, vocab_size: int) -> None:

@@ -11,8 +11,10 @@ import lightning.pytorch as pl
 from megatron.core.utils import unwrap_model
 
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
-from nemo_dllm.connectors.adoption import adopt, adopt_mask_token, check_same_source, open_source
+from nemo_dllm.connectors.adoption import adopt, adopt_mask_token, check_same_sizes, check_same_source, open_source
+from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
 from nemo_dllm.connectors.companions import FOLDER, copy_companions, read_companions, small_files
+from nemo_dllm.connectors.config import Origin
 from nemo_dllm.connectors.facts import CheckpointFacts, read_facts
 from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.load import load_hf_weights
@@ -43,7 +45,9 @@ def adopt_hf_checkpoint(
     """
     hf_path = Path(hf_path)
     kept = _kept(folder) if not hf_path.exists() else None
-    facts = read_companions(kept).facts if kept else read_facts(hf_path)
+    origin = read_companions(kept) if kept else Origin(HFCheckpoint(hf_path).config, read_facts(hf_path))
+    check_same_sizes(model, origin, kept or hf_path)
+    facts = origin.facts
     adopt_mask_token(model, facts.declared_mask_token_id, facts.source, recipe_mask_token_id)
     companions = kept or _keep(model, hf_path, folder, facts)
     origin = read_companions(companions)

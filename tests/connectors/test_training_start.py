@@ -120,3 +120,45 @@ def test_the_mask_token_of_an_import_counts_before_the_recipe_s(models, single_p
         ValueError, match=r"mask_token_id=17 contradicts .*nemo, whose mask token is 42; set it to 42 or"
     ):
         adopt_import(model, imported, RECIPE)
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize("mask_token_id", [RECIPE, 17, 500, None])
+@pytest.mark.parametrize("checkpoint, config", [("qwen3", {}), ("qwen3", {"mask_token_id": 150}), ("sdar", {})])
+def test_other_sizes_are_told_before_the_mask_token(
+    models, make_twin, single_process, tmp_path, checkpoint, config, mask_token_id
+):
+    """Whatever the mask token is, no other one would do."""
+    from nemo_dllm.connectors.conversion import diffusion_model
+    from nemo_dllm.connectors.start import adopt_hf_checkpoint
+
+    make_twin(checkpoint, **config)
+    model = diffusion_model(tmp_path / "twin", mask_token_id=mask_token_id)
+    model.config.num_layers, model.config.hidden_size = 7, 4096
+    for _ in range(2):
+        with pytest.raises(ValueError, match="contradicts the config.json of .*num_layers=7.*hidden_size=4096"):
+            adopt_hf_checkpoint(model, tmp_path / "twin", tmp_path / "run", recipe_mask_token_id=RECIPE)
+
+
+@pytest.mark.nemo
+def test_another_vocabulary_is_told_before_a_mask_token_that_is_outside_of_it(models, single_process, tmp_path):
+    """A recipe's vocabulary and mask token are those of its family's checkpoints."""
+    from nemo_dllm.connectors.conversion import diffusion_model
+    from nemo_dllm.connectors.start import adopt_hf_checkpoint
+
+    model = diffusion_model(models / "qwen3", mask_token_id=151_669)
+    model.config.vocab_size = 151_936
+    with pytest.raises(ValueError, match=r"contradicts the config.json of .*: vocab_size=151936 \(checkpoint: "):
+        adopt_hf_checkpoint(model, models / "qwen3", tmp_path / "run", recipe_mask_token_id=151_669)
+
+
+@pytest.mark.nemo
+def test_other_sizes_of_an_import_are_told_before_its_mask_token(models, single_process, tmp_path):
+    from nemo_dllm.connectors.adoption import adopt_import
+    from nemo_dllm.connectors.conversion import diffusion_model, import_checkpoint
+
+    imported = import_checkpoint(models / "qwen3", tmp_path / "nemo", kind="a2d", mask_token_id=42)
+    model = diffusion_model(models / "qwen3", "a2d", mask_token_id=17)
+    model.config.num_layers = 7
+    with pytest.raises(ValueError, match="contradicts the config.json of .*num_layers=7"):
+        adopt_import(model, imported, RECIPE)
