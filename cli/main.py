@@ -96,6 +96,9 @@ def import_hf(
     verbose: Verbose = False,
 ) -> None:
     """Write a Hugging Face checkpoint as a NeMo checkpoint that trainings start from."""
+    from nemo_dllm.collections.diffusion.model_source import source_path
+
+    source_path(source)
     options = {"kind": kind, "mask_token_id": mask_token_id, "mask_init": mask_init, "overwrite": overwrite}
     _import("recipes.conversion", verbose).import_hf(source, output_path, **options)
 
@@ -197,6 +200,9 @@ def _or_none(convert: type) -> Callable[[str], Any]:
 
 
 def _train(command: str, arguments: list[str], verbose: bool) -> None:
+    from nemo_dllm.cli.init_from import check_init_from
+
+    check_init_from(arguments)
     run_task = _import("recipes.command_line", verbose).run_task
     from nemo.collections import llm
 

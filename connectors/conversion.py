@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from nemo_dllm.collections.diffusion.model_source import source_path
 from nemo_dllm.collections.diffusion.models.a2d import A2DModel
 from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
@@ -38,7 +39,7 @@ def diffusion_model(
     Raises:
         FileNotFoundError, ValueError: see :class:`HFCheckpoint`; and for an unknown kind.
     """
-    folder = local_folder(Path(str(source).removeprefix("hf://")))
+    folder = local_folder(source_path(source))
     facts = read_facts(folder)
     kind = kind or _KIND_OF_ATTENTION[facts.attention]
     if kind not in KINDS:
@@ -73,6 +74,6 @@ def import_checkpoint(
     Raises:
         FileExistsError, FileNotFoundError, ValueError: see there.
     """
-    folder = local_folder(Path(str(source).removeprefix("hf://")))
+    folder = local_folder(source_path(source))
     model = diffusion_model(folder, kind, mask_token_id)
     return import_hf_checkpoint(model, folder, output_path, overwrite=overwrite, mask_init=mask_init)

@@ -81,7 +81,8 @@ def local_folder(source: Path) -> Path:
         snapshot_download(str(source), allow_patterns=f"{CHAT_TEMPLATES}/*.jinja")
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"{source} is neither a folder nor could it be fetched from the Hugging Face Hub ({error})"
+            f"{source} is neither a folder nor could it be fetched from the Hugging Face Hub "
+            f"({' '.join(str(error).split())})"
         ) from error
     return folder
 

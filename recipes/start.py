@@ -4,22 +4,20 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import lightning.pytorch as pl
-from nemo.lightning import AutoResume, RestoreConfig, io
+from nemo.lightning import AutoResume, NeMoLogger, RestoreConfig, io
 from nemo.utils import AppState
 
 from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
+from nemo_dllm.collections.diffusion.model_source import HUB, KEPT_FOLDER, keeps_start, source_path
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.training.checkpoints import seen_by
 from nemo_dllm.collections.diffusion.training.rank_zero import told_by_rank_zero
-from nemo_dllm.collections.diffusion.training.resume import ResumeLatest
+from nemo_dllm.collections.diffusion.training.resume import ResumeLatest, check_same_model
 from nemo_dllm.connectors.adoption import adopt_import, adopt_mask_token
 from nemo_dllm.connectors.base_model import base_of, keep_base
 from nemo_dllm.connectors.companions import read_origin
 from nemo_dllm.connectors.importers import local_folder
 from nemo_dllm.connectors.start import HFWeights, adopt_hf_checkpoint
-
-# In the folder of a run.
-KEPT_FOLDER = "start"
 
 
 @dataclass(kw_only=True)
@@ -72,6 +70,8 @@ class StartFrom(ResumeLatest):
         super().setup(trainer, model)
 
     def _start_from_trained(self, source: Path, model: DiffusionModel) -> None:
+        # What shapes the weights comes first: with other weights, no mask token is of use.
+        check_same_model(source, model.config)
         trained = io.load_context(source, subpath="model", build=False)
         # The model of a NeMo checkpoint may be NeMo's own, without an objective.
         declared = getattr(getattr(trained, "objective", None), "mask_token_id", None)
@@ -81,9 +81,9 @@ class StartFrom(ResumeLatest):
 
     def _start_from_hf(self, trainer: pl.Trainer, model: DiffusionModel) -> None:
         resumes = self.resume_from_path or self.find(trainer)
-        source = Path(self.init_from.removeprefix("hf://"))
+        source = Path(self.init_from.removeprefix(HUB))
         if not resumes or source.exists():
-            source = local_folder(source)
+            source = local_folder(source_path(self.init_from, "init_from"))
         kept = adopt_hf_checkpoint(model, source, Path(AppState().log_dir) / KEPT_FOLDER, self.recipe_mask_token_id)
         if resumes:
             return
@@ -96,6 +96,20 @@ class StartFrom(ResumeLatest):
 
     def _get_base_model_path_for_adapter(self, adapter_meta_path: Path, model) -> Path:
         return base_of(Path(adapter_meta_path).parents[1])
+
+
+def check_start(init_from: str | None, log: NeMoLogger | None, resume: AutoResume | None) -> None:
+    """Check that there is what a run starts from, before anything that takes longer.
+
+    A run that may go on from a checkpoint of its own does not need it.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: see :func:`source_path`.
+    """
+    goes_on = resume is not None and (resume.resume_from_path or resume.resume_from_directory)
+    goes_on = goes_on or keeps_start(getattr(log, "log_dir", None), getattr(log, "name", None))
+    if init_from is not None and not goes_on:
+        source_path(init_from, "init_from")
 
 
 def start_from(init_from: str | None, resume: AutoResume | None, **settings: object) -> AutoResume | None:

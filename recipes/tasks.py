@@ -24,7 +24,7 @@ from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.objectives import Objective
 from nemo_dllm.collections.diffusion.training.termination import interrupts_end_with_their_code
 from nemo_dllm.recipes.cpu_memory import check_cpu_memory
-from nemo_dllm.recipes.start import start_from
+from nemo_dllm.recipes.start import check_start, start_from
 
 OPTIMIZERS = ("adam", "sgd")
 MODEL_SIZES = (
@@ -55,6 +55,7 @@ def pretrain(
         SystemExit: where it is told to end, see :class:`SaveOnTermination`.
     """
     with refused_once():
+        check_start(init_from, log, resume)
         check_settings(model, data, trainer)
         check_cpu_memory(model, data, trainer)
         _check_optimizer(optim, trainer.strategy)
@@ -86,6 +87,7 @@ def finetune(
         ValueError: as :func:`pretrain`, and for ``peft`` that cannot be trained or merged, or has nothing to adapt.
     """
     with refused_once():
+        check_start(init_from, log, resume)
         check_settings(model, data, trainer)
         if peft is None:
             check_cpu_memory(model, data, trainer)

@@ -45,6 +45,7 @@ ROOMS = {
     "cli.data": Room("typer", inside="console data megatron"),
     "collections.diffusion": Room(),
     "collections.diffusion.setting_types": Room(),
+    "collections.diffusion.model_source": Room(),
     "collections.diffusion.characters": Room(),
     "collections.diffusion.objectives": Room("torch numpy attention.masks setting_types"),
     "collections.diffusion.sampling": Room("torch setting_types", inside="rich"),
@@ -65,7 +66,7 @@ ROOMS = {
     "collections.diffusion.inference": Room(
         "torch rich nemo megatron lightning sampling models objectives attention attention.masks connectors cpu "
         "single_process chat_prompts characters",
-        inside="transformers jinja2 data training",
+        inside="transformers jinja2 data training PIL",
     ),
     "collections.diffusion.evaluation": Room("torch sampling inference", inside="lm_eval transformers datasets"),
     "collections.diffusion.serving": Room(
@@ -74,7 +75,7 @@ ROOMS = {
     ),
     "connectors": Room(
         "torch nemo megatron lightning safetensors models cpu single_process connectors.modeling "
-        "objectives attention.masks",
+        "objectives attention.masks model_source",
         inside="transformers huggingface_hub tokenizers gguf accelerate fiddle",
     ),
     # Its files stand alone in exports.

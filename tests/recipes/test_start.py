@@ -236,3 +236,34 @@ def test_a_killed_import_leaves_nothing_that_loads(forks, source, single_process
         load_nemo_checkpoint(left)
     assert load_nemo_checkpoint(import_checkpoint(*job)).config.vocab_size == 197
     assert [path.name for path in tmp_path.iterdir()] == ["nemo"]
+
+
+@pytest.mark.parametrize("task", ["pretrain", "finetune"])
+def test_a_start_that_is_not_there_is_told_before_all_else(task, tiny, monkeypatch, tmp_path):
+    """Before the memory that the run would take, too; a run that may go on by itself does not need it."""
+    import fiddle as fdl
+
+    from nemo_dllm.recipes import tasks
+
+    monkeypatch.chdir(tmp_path)
+    tiny.trainer.max_steps = 0
+    start = {field: fdl.build(getattr(tiny, field)) for field in ("model", "data", "trainer", "log", "resume")}
+    with pytest.raises(FileNotFoundError, match="^init_from=nosuch is no folder that is there"):
+        getattr(tasks, task)(**start, init_from="nosuch")
+    (tmp_path / "nemo_experiments" / "mdlm_tiny" / "start").mkdir(parents=True)
+    with pytest.raises(ValueError, match="trainer.max_steps=0 must be"):
+        getattr(tasks, task)(**start, init_from="nosuch")
+
+
+def test_a_trained_model_of_other_sizes_is_told_before_its_mask_token(imported, tmp_path):
+    """Of a NeMo checkpoint that is no import, which a folder without the files of Hugging Face is."""
+    from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
+    from nemo_dllm.connectors.conversion import diffusion_model
+    from nemo_dllm.recipes.start import StartFrom
+
+    trained = shutil.copytree(imported, tmp_path / "trained")
+    (trained / "context" / "hf" / "nemo_dllm.json").unlink()
+    model = diffusion_model(MODELS / "qwen3_tied", "a2d", mask_token_id=17)
+    model.config.num_layers = 7
+    with pytest.raises(ValueError, match="trained is another model's: num_layers=2 there, 7 here"):
+        StartFrom(init_from=str(trained), data=MockDataModule(vocab_size=196)).setup(None, model)

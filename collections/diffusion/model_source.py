@@ -1,0 +1,60 @@
+"""What names a model that others have trained: a folder here, or a repository of the Hugging Face Hub.
+
+The standard library is enough for it, so that a folder that is not there is told before anything is loaded.
+"""
+
+import difflib
+import re
+from pathlib import Path
+
+HUB = "hf://"
+
+KEPT_FOLDER = "start"
+"""Of what a run keeps of the model that it started from, in the run's folder."""
+
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+# Some old ones have no owner.
+_ON_THE_HUB = re.compile(rf"{_REPOSITORY.pattern}|\w[\w.-]*")
+
+
+def source_path(source: str | Path, field: str = "source") -> Path:
+    """The folder that a text stands for, or the name of a repository, in case there is one.
+
+    Args:
+        source: path of a folder, ``OWNER/NAME`` or ``hf://NAME`` of a repository; a folder of that name comes first.
+            ``hf://`` may stand before a path too, as NeMo has it.
+        field: what the user gave it as, for errors.
+
+    Raises:
+        FileNotFoundError: where it is neither; nobody is asked for what is no name of a repository.
+        NotADirectoryError: where it is a file.
+    """
+    text = str(source)
+    path = Path(text.removeprefix(HUB))
+    if text.removeprefix(HUB) and path.is_dir():
+        return path
+    if path.is_file():
+        raise NotADirectoryError(f"{field}={text} is a file; name the folder that it lies in")
+    if (_ON_THE_HUB if text.startswith(HUB) else _REPOSITORY).fullmatch(text.removeprefix(HUB)):
+        return path
+    near = difflib.get_close_matches(path.name, _folders_in(path.parent), n=1)
+    guess = f"did you mean {path.parent / near[0]}, or " if near else "name one that is there, or "
+    raise FileNotFoundError(
+        f"{field}={text} is no folder that is there; {guess}a model of the Hugging Face Hub, as OWNER/NAME or {HUB}NAME"
+    )
+
+
+def _folders_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+
+
+def keeps_start(log_dir: str | Path | None, name: str | None) -> bool:
+    """Whether a run has been started from another model already, and may go on without that.
+
+    Args:
+        log_dir: where runs are; None is NeMo's folder.
+        name: of the run.
+    """
+    folder = Path(log_dir or "nemo_experiments") / (name or "default")
+    # NeMo may put a version between.
+    return any(next(folder.glob(kept), None) for kept in (KEPT_FOLDER, f"*/{KEPT_FOLDER}"))

@@ -1,0 +1,52 @@
+"""What names a model: a folder, or a repository of the Hub."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_dllm.collections.diffusion.model_source import source_path
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "imported").mkdir(parents=True)
+    (tmp_path / "models" / "model.gguf").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("source", ["models", "./models", "models/imported", "hf://models/imported", Path("models")])
+def test_a_folder(source):
+    assert source_path(source) == Path(str(source).removeprefix("hf://"))
+
+
+def test_a_path_behind_hf(here):
+    assert source_path(f"hf://{here}/models") == here / "models"
+    with pytest.raises(FileNotFoundError, match="^source=hf:///nosuch/model is no folder"):
+        source_path("hf:///nosuch/model")
+
+
+@pytest.mark.parametrize("source", ["Qwen/Qwen3-0.6B", "hf://Qwen/Qwen3-0.6B", "hf://gpt2", "models/nosuch"])
+def test_a_name_of_a_repository_is_left_to_the_hub(source):
+    assert source_path(source) == Path(source.removeprefix("hf://"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["nosuch", "./nosuch/model", "../nosuch", "~/models", "/nosuch", "a/b/c", "hf://a/b/c", "-a/b", "a/b ", ""],
+)
+def test_what_is_no_name_of_a_repository_is_told_at_once(source):
+    with pytest.raises(FileNotFoundError, match=f"^path={source} is no folder .*, as OWNER/NAME or hf://NAME$"):
+        source_path(source, "path")
+
+
+def test_a_near_name_is_proposed():
+    with pytest.raises(FileNotFoundError, match="did you mean models/imported, or a model of the Hugging Face Hub"):
+        source_path("./models/importd")
+
+
+def test_a_file_is_no_folder():
+    with pytest.raises(
+        NotADirectoryError, match="^source=models/model.gguf is a file; name the folder that it lies in"
+    ):
+        source_path("models/model.gguf")
