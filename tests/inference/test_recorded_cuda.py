@@ -152,7 +152,8 @@ def test_rows_that_are_joined_have_memory_of_the_pool(both):
         }
 
     logits = []
-    for model in both:
+    # What is recorded comes last.
+    for model in reversed(both):
         whole = model.new_cache(2, 16)
         for block in range(4):
             first = given(2, block)
@@ -162,7 +163,7 @@ def test_rows_that_are_joined_have_memory_of_the_pool(both):
             for _ in range(2):
                 logits.append(model.denoise(cache=two, **given(2, block + 1)))
     half = len(logits) // 2
-    for recorded, plain in zip(logits[:half], logits[half:], strict=True):
+    for plain, recorded in zip(logits[:half], logits[half:], strict=True):
         torch.testing.assert_close(recorded, plain, atol=2e-5, rtol=0)
     assert [kind for kind, _ in two.passes.names] == ["denoise"] and len(both[0]._recorded.caches._idle) == 1
 
