@@ -137,7 +137,7 @@ _PATH = Option("path", Path, "Folder of a run, a NeMo checkpoint or a Hugging Fa
 _BEST = Option("best", bool, "Of a run, the checkpoint of the best validation.", False)
 _PRESET = Option("preset", str | None, "Settings that belong together (default: what suits the checkpoint).")
 _WATCH = Option("watch", bool | None, "Show the text as it forms (default: on a terminal).")
-_REPLAY = Option("replay", Path | None, "Write an HTML page that plays the denoising.")
+_REPLAY = Option("replay", Path | None, "Write an HTML page (.html) or a picture (.gif) that plays the denoising.")
 
 COMMANDS: Sequence[Command] = (
     Command(

@@ -1,8 +1,12 @@
-"""Denoising as a page that plays it: one HTML file, which needs nothing else."""
+"""Denoising recorded, and written as a page that plays it (one HTML file, which needs nothing else), or as a GIF."""
 
+import importlib.util
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from nemo_dllm.collections.diffusion.inference.replay_gif import write_gif
 from nemo_dllm.collections.diffusion.sampling import DenoiseStep, canvas_pieces
 from nemo_dllm.collections.diffusion.sampling.display import VISIBLE_CONTROLS, Decode
 
@@ -50,21 +54,43 @@ show(); play();
 """
 
 
+def write_page(path: Path, frames: Sequence[dict[str, Any]]) -> None:
+    """Write the frames of a :class:`Replay` as a page."""
+    # "</script>" in a text would end the data.
+    data = json.dumps(frames, ensure_ascii=False).replace("<", "\\u003c")
+    path.write_text(_PAGE.replace("FRAMES", data), encoding="utf-8")
+
+
+_WRITERS: Mapping[str, Callable[[Path, Sequence[dict[str, Any]]], None]] = {
+    ".html": write_page,
+    ".htm": write_page,
+    ".gif": write_gif,
+}
+
+
 class Replay:
-    """Records denoising, and writes it as a page.
+    """Records denoising, and writes it as a page or a GIF.
 
     Args:
         path: file to write, over an existing one.
         title: what is shown above the text; may be changed between rows.
 
     Raises:
-        ValueError: the file has the name of something else than a page.
+        ValueError: the file has the name of something else, or Pillow is missing, which a GIF needs.
         FileNotFoundError: its folder does not exist.
     """
 
     def __init__(self, path: Path, title: str = ""):
-        if path.suffix.lower() not in (".html", ".htm"):
-            raise ValueError(f"replay={path} would be a page under the name of something else; name an .html file")
+        kind = path.suffix.lower()
+        if kind not in _WRITERS:
+            raise ValueError(
+                f"replay={path} would be a page under the name of something else; name an .html or a .gif file"
+            )
+        if kind == ".gif" and importlib.util.find_spec("PIL") is None:
+            raise ValueError(
+                f"replay={path} needs Pillow; install the extra `gif` (pip install 'nemo-dllm[gif]') or name an .html "
+                "file"
+            )
         if not path.absolute().parent.is_dir():
             raise FileNotFoundError(f"replay={path} is in a folder that does not exist; make it first")
         self.path, self.title = path, title
@@ -78,8 +104,6 @@ class Replay:
         self._frames.append({"title": self.title, "caption": caption, "pieces": pieces})
 
     def write(self) -> None:
-        """Write the page; nothing where nothing was recorded."""
+        """Write the file; nothing where nothing was recorded."""
         if self._frames:
-            # "</script>" in a text would end the data.
-            frames = json.dumps(self._frames, ensure_ascii=False).replace("<", "\\u003c")
-            self.path.write_text(_PAGE.replace("FRAMES", frames), encoding="utf-8")
+            _WRITERS[self.path.suffix.lower()](self.path, self._frames)

@@ -94,7 +94,7 @@ def open_session(
         preset, settings: see ``LoadedModel.sampler_config``. Without a seed one is drawn, so that each call gives
             another text at temperatures above 0.
         watch: show denoising on standard error; None does so on a terminal.
-        replay: HTML file to write.
+        replay: HTML or GIF file to write.
 
     Raises:
         FileNotFoundError, ValueError: see :func:`load_checkpoint`, ``LoadedModel.sampler_config`` and ``Replay``.
