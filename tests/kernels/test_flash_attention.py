@@ -134,6 +134,13 @@ def test_ranks_are_the_predicate_bit_for_bit(block, device):
         assert ranks_of(pattern, 70, 90, real_BK.device) is ranks
 
 
+def seeing(visible_B1K):
+    """Cached keys of which all queries of a row see the same."""
+    hidden_BK = ~visible_B1K[:, 0]
+    ranks_B1 = torch.zeros(len(hidden_BK), 1, dtype=torch.int32, device=hidden_BK.device)
+    return CachedKeys((ranks_B1, HIDDEN * hidden_BK.int()), lambda *_: None)
+
+
 @pytest.mark.parametrize("masked", [True, False])
 def test_cached_keys(where, masked):
     query, key, value = tensors(where, 3, 4, 131, 2, 4, 128, room=9)
@@ -141,7 +148,7 @@ def test_cached_keys(where, masked):
     visible_B1K[1, :, 70:] = False
     visible_B1K[..., 0] = True
     visible_B1K = visible_B1K.to(where[0])
-    pattern = CachedKeys(visible_B1K if masked else None, lambda *_: None)
+    pattern = seeing(visible_B1K) if masked else CachedKeys(None, lambda *_: None)
     allowed_BQK = (visible_B1K if masked else torch.ones_like(visible_B1K)).expand(-1, 4, -1)
     expected = spelled_out(query, key, value, allowed_BQK, 0.1)
     assert_close(ranked(query, key, value, pattern, 0.1), expected, where[1])
@@ -185,7 +192,7 @@ def test_offsets_beyond_32_bits():
     query = torch.randn(4, samples, 32, 128, dtype=torch.float16, device="cuda").permute(1, 2, 0, 3)
     visible_B1K = torch.arange(slots, device="cuda").expand(samples, 1, -1) >= slots - 300
     key = key.transpose(1, 2)
-    ours = ranked(query, key, key, CachedKeys(visible_B1K, lambda *_: None), 0.1)
+    ours = ranked(query, key, key, seeing(visible_B1K), 0.1)
     last = key[:, :, slots - 300 :]
     expected = spelled_out(query, last, last, torch.ones(samples, 4, 300, dtype=torch.bool, device="cuda"), 0.1)
     assert_close(ours, expected, torch.float16)
@@ -209,7 +216,7 @@ def test_generation_takes_it_and_can_be_recorded(kind):
 
     def pattern():
         if kind == "cache":
-            return CachedKeys(visible_BK[:, None], lambda *_: None)
+            return seeing(visible_BK[:, None])
         return BlockCausal(4, visible_BK)
 
     with torch.no_grad():
@@ -228,10 +235,23 @@ def test_generation_takes_it_and_can_be_recorded(kind):
     assert torch.equal(recorded, ours)
 
 
+def test_a_prompt_that_is_encoded_behind_what_the_cache_holds(where):
+    """A rank for each query."""
+    queries, keys = 70, 131
+    query, key, value = tensors(where, 2, queries, keys, 2, 2, 64, room=9)
+    ranks_BL = (torch.arange(queries) // 4).int().expand(2, -1).to(where[0])
+    key_ranks_BK = torch.full((2, keys), HIDDEN, dtype=torch.int32, device=where[0])
+    key_ranks_BK[:, :40] = -(2**31)
+    key_ranks_BK[0, 40:110] = ranks_BL[0]
+    key_ranks_BK[1, 30:90] = ranks_BL[1, :60]
+    allowed_BQK = key_ranks_BK[:, None] <= ranks_BL[:, :, None]
+    expected = spelled_out(query, key, value, allowed_BQK, 0.1)
+    pattern = CachedKeys((ranks_BL, key_ranks_BK), lambda *_: None)
+    assert_close(ranked(query, key, value, pattern, 0.1), expected, where[1])
+
+
 def test_what_has_no_ranks():
-    """Documents, and a mask of its own for each query, are left to torch's kernels."""
-    visible_BLK = torch.ones(1, 4, 7, dtype=torch.bool)
-    assert has_ranks(CachedKeys(visible_BLK[:, :1], lambda *_: None)) and has_ranks(CachedKeys(None, lambda *_: None))
+    """Documents are left to torch's kernels."""
+    assert has_ranks(CachedKeys(None, lambda *_: None))
     assert has_ranks(BlockCausal(3)) and has_ranks(BlockCausal(3, position_BL=torch.zeros(1, 7, dtype=torch.int64)))
-    assert not has_ranks(CachedKeys(visible_BLK, lambda *_: None))
     assert not has_ranks(BlockCausal(3, document_BL=torch.zeros(1, 7, dtype=torch.int64)))

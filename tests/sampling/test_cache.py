@@ -11,6 +11,7 @@ from nemo_dllm.collections.diffusion.sampling import (
     infill,
 )
 from nemo_dllm.collections.diffusion.sampling.denoise import denoise
+from nemo_dllm.collections.diffusion.sampling.kv_cache import HIDDEN
 
 M = 196
 # The first blocks of these are encoded together.
@@ -215,6 +216,18 @@ def test_cache_windows_by_hand():
     # Row 1 is idle, and still sees what it holds; what a pass writes is not kept by itself.
     assert block.visible_BLS.tolist() == [[[yes, yes, yes, yes, no, no]], [[yes, no, no, no, no, no]]]
     assert cache.window(positions, valid).visible_BLS[0].tolist() == [[yes, yes, yes, no, no, no]]
+
+
+def test_a_position_sees_slots_of_at_most_its_rank():
+    cache = KVCache(1, 5)
+    cache.hold(cache.window(torch.tensor([[0, 1]]), torch.tensor([[True, True]])))
+    window = cache.window(torch.tensor([[1, 2, 3]]), torch.tensor([[True, True, False]]), torch.tensor([[-1, 7, 9]]))
+    # Slot 1 is written anew, slot 3 is padding here.
+    assert window.ranks_BL.tolist() == [[-1, 7, 9]]
+    assert window.slot_ranks_BS.tolist() == [[-(2**31), -1, 7, HIDDEN, HIDDEN, HIDDEN]]
+    assert window.places_N.tolist() == [1, 2, 5]
+    cache.hold(window, torch.tensor([[True, False, True]]))
+    assert cache.held_BS[0].tolist() == [True, True, False, False, False, False]
 
 
 def test_padding_without_anything_to_see_sees_the_padding_slot():

@@ -19,15 +19,26 @@ class CachedKeys:
     It travels through the layers in the place of a pattern of ``masks``.
 
     Args:
-        visible_BLK: bool [B, L or 1, K], True = may attend, at least one True in each row; None where every token sees
-            every key.
+        ranks: int32 [B, L or 1] of the tokens and [B, K] of the keys: a token sees a key whose rank is at most its own,
+            and at least one key, unless nobody reads what it gets. None where every token sees every key.
         exchange: (layer number, keys [B, L, G, D] of the given tokens, their values) -> keys and values [B, K, G, D] to
             attend to. Each layer calls it once.
     """
 
-    visible_BLK: Tensor | None
+    ranks: tuple[Tensor, Tensor] | None
     exchange: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
     built: dict = built_field()
+
+
+@built_once
+def cached_mask(keys: CachedKeys) -> Tensor | None:
+    """Bool [B, L or 1, K], True = may attend, at least one True in each row; None where every token sees every key."""
+    if keys.ranks is None:
+        return None
+    ranks_BL, key_ranks_BK = keys.ranks
+    visible_BLK = key_ranks_BK[:, None] <= ranks_BL[:, :, None]
+    # Softmax over nothing is NaN.
+    return visible_BLK | ~visible_BLK.any(dim=-1, keepdim=True)
 
 
 @built_once
@@ -37,7 +48,7 @@ def folded_bias(keys: CachedKeys, heads: int, dtype: torch.dtype) -> Tensor:
     Returns:
         [B, 1, heads * L or 1, K], for keys that not every token sees. As a mask of bools each layer would make it anew.
     """
-    visible_BLK = keys.visible_BLK
+    visible_BLK = cached_mask(keys)
     if visible_BLK.size(1) > 1:
         visible_BLK = visible_BLK.repeat(1, heads, 1)
     hidden_BLK = ~visible_BLK

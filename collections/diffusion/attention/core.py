@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys, folded_bias
+from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys, cached_mask, folded_bias
 from nemo_dllm.collections.diffusion.attention.context import copies, gather_keys, query_shard
 from nemo_dllm.collections.diffusion.attention.flex import flex
 from nemo_dllm.collections.diffusion.attention.masks import (
@@ -43,7 +43,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Pattern, float, float], Tensor]
 def sdpa(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, scale: float, dropout: float) -> Tensor:
     """Torch's fused kernels; every mask but that of :class:`Bidirectional` without documents is dense."""
     grouped = query.size(1) != key.size(1)
-    if isinstance(pattern, CachedKeys) and pattern.visible_BLK is not None:
+    if isinstance(pattern, CachedKeys) and pattern.ranks is not None:
         return _fold_heads(query, key, value, pattern, scale)
     mask = _mask(pattern, query, key)
     with sdpa_kernel(_KERNELS, set_priority=True):
@@ -82,7 +82,8 @@ def eager(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, scale: fl
 def _mask(pattern: Pattern | CachedKeys, query: Tensor, key: Tensor) -> Tensor | None:
     """Bool, broadcasts to [B, H, Q, K]; None, and no tensor at all, where every token sees every token."""
     if isinstance(pattern, CachedKeys):
-        return None if pattern.visible_BLK is None else pattern.visible_BLK[:, None]
+        visible_BLK = cached_mask(pattern)
+        return None if visible_BLK is None else visible_BLK[:, None]
     if sees_all_real_tokens(pattern):
         return None if pattern.key_mask_BL is None else bidirectional_mask(pattern.key_mask_BL)
     return dense_mask(pattern, query.size(2), key.size(2), query.device)
@@ -137,7 +138,7 @@ class PatternAttention(nn.Module):
                 pattern = query_shard(pattern, self.context_group.rank(), tokens)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_QBHD, key_KBGD, value_KBGD))
         if generates and kernel in (flex, sdpa):
-            kernel = ranked if takes(query) and has_ranks(pattern) else sdpa
+            kernel = ranked if has_ranks(pattern) and takes(query, pattern) else sdpa
         dropout = self.dropout if self.training else 0.0
         if dropout and not self.sequence_parallel:
             with get_cuda_rng_tracker().fork():

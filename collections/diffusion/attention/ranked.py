@@ -18,17 +18,19 @@ if TYPE_CHECKING:
     from nemo_dllm.collections.diffusion.kernels.flash_attention import Ranks
 
 LARGEST_HEAD = 256
+FEW_QUERIES = 64
+"""Up to so many, that see all keys, torch's kernels are slow: each head of a group reads the keys that it shares."""
 
 
 def has_ranks(pattern: Pattern | CachedKeys) -> bool:
-    """Whether ranks say who sees whom: blocks do, of a sample that is one document; a mask of keys alone does."""
-    if isinstance(pattern, CachedKeys):
-        return pattern.visible_BLK is None or pattern.visible_BLK.size(1) == 1
-    return isinstance(pattern, BlockCausal) and pattern.document_BL is None
+    """Whether ranks say who sees whom: of cached keys, and of the blocks of samples that are one document."""
+    return isinstance(pattern, CachedKeys) or (isinstance(pattern, BlockCausal) and pattern.document_BL is None)
 
 
-def takes(query: Tensor) -> bool:
-    """Whether :func:`ranked` is there for queries of this kind."""
+def takes(query: Tensor, pattern: Pattern | CachedKeys) -> bool:
+    """Whether :func:`ranked` is there for queries of this kind, and faster than torch's kernels."""
+    if isinstance(pattern, CachedKeys) and pattern.ranks is None and query.size(2) > FEW_QUERIES:
+        return False
     half = query.dtype in (torch.bfloat16, torch.float16)
     return query.is_cuda and half and query.size(-1) <= LARGEST_HEAD and not torch.is_grad_enabled()
 
@@ -53,27 +55,24 @@ def ranked(
     from nemo_dllm.collections.diffusion.kernels.flash_attention import flash_attention
 
     ranks = None
-    if not isinstance(pattern, CachedKeys) or pattern.visible_BLK is not None:
+    if not isinstance(pattern, CachedKeys) or pattern.ranks is not None:
         ranks = ranks_of(pattern, query.size(2), key.size(2), query.device)
     return flash_attention(query, key, value, ranks, scale)
 
 
 @built_once
 def ranks_of(pattern: BlockCausal | CachedKeys, num_queries: int, num_keys: int, device: torch.device) -> "Ranks":
-    """The ranks of a pattern: of a token its block, of a cached key 0; a hidden key has the highest of all."""
+    """The ranks of a pattern, those of cached keys or else blocks; a hidden key has the highest of all."""
     from nemo_dllm.collections.diffusion.kernels.flash_attention import HIDDEN, tile_ranks
 
     if isinstance(pattern, CachedKeys):
-        visible_BK = pattern.visible_BLK[:, 0]
-        query_BQ = torch.zeros(1, 1, dtype=torch.int32, device=device).expand(1, num_queries)
-        key_BK = torch.zeros_like(visible_BK, dtype=torch.int32)
-    else:
-        visible_BK = pattern.key_mask_BL
-        position_BK = pattern.position_BL
-        if position_BK is None:
-            position_BK = torch.arange(num_keys, device=device)[None]
-        key_BK = (position_BK // pattern.block_size).int()
-        query_BQ = key_BK[:, :num_queries]
-    if visible_BK is not None:
-        key_BK = key_BK.masked_fill(~visible_BK, HIDDEN)
+        query_BQ, key_BK = pattern.ranks
+        return tile_ranks(query_BQ.expand(-1, num_queries), key_BK)
+    position_BK = pattern.position_BL
+    if position_BK is None:
+        position_BK = torch.arange(num_keys, device=device)[None]
+    key_BK = (position_BK // pattern.block_size).int()
+    query_BQ = key_BK[:, :num_queries]
+    if pattern.key_mask_BL is not None:
+        key_BK = key_BK.masked_fill(~pattern.key_mask_BL, HIDDEN)
     return tile_ranks(query_BQ, key_BK)

@@ -16,6 +16,7 @@ from nemo_dllm.collections.diffusion.inference.cache_pool import SHARE, CachePoo
 from nemo_dllm.collections.diffusion.inference.recorded import RecordedPasses, Recorder
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore
 from nemo_dllm.collections.diffusion.sampling import CacheWindow, KVCache
+from nemo_dllm.collections.diffusion.sampling.kv_cache import HIDDEN
 
 COMMITTED_AT_ONCE = 1 << 15
 """Tokens that one pass encodes, of all rows together: what their layers hold meanwhile grows with it."""
@@ -232,29 +233,22 @@ def _whole_blocks(blocks_BL: Tensor, key_mask_BL: Tensor, longest: int) -> list[
 
 
 def _see_held(cache: KVCache, window: CacheWindow) -> CachedKeys:
-    """The pass as layers see it: no slots behind the last visible one, and no mask where all see all."""
-    visible_BLS = _real_slots(window)
-    positions_S = torch.arange(1, visible_BLS.size(-1) + 1, device=visible_BLS.device)
-    used = (window.visible_BLS[..., :-1].flatten(0, 1).any(dim=0) * positions_S).max()
-    pairs = (visible_BLS & (positions_S <= used)).sum()
+    """The pass as layers see it: no slots behind the last visible one, and no ranks where all see all."""
+    # Without the last slot, which padding has.
+    ranks_BL, slot_ranks_BS = window.ranks_BL, window.slot_ranks_BS[:, :-1]
+    number_S = torch.arange(1, slot_ranks_BS.size(1) + 1, device=slot_ranks_BS.device)
+    used = ((slot_ranks_BS < HIDDEN).any(dim=0) * number_S).max().clamp_min(1)
+    highest = slot_ranks_BS.where(number_S <= used, ranks_BL.min()).max()
     # One wait for the device, not two.
-    used, pairs = torch.stack([used, pairs]).tolist()
-    used = max(used, 1)
-    sees_all = pairs == used * visible_BLS[..., 0].numel()
-    return CachedKeys(None if sees_all else visible_BLS[..., :used], _exchange(cache, window, used))
+    used, sees_all = torch.stack([used, (highest <= ranks_BL.min()).long()]).tolist()
+    ranks = None if sees_all else (ranks_BL, slot_ranks_BS[:, :used])
+    return CachedKeys(ranks, _exchange(cache, window, used))
 
 
 def _see_all(cache: KVCache, window: CacheWindow) -> CachedKeys:
     """The pass over all slots, however many are held: a recorded pass serves them all, and waits for nothing."""
-    visible_BLS = _real_slots(window)
-    return CachedKeys(visible_BLS, _exchange(cache, window, visible_BLS.size(-1)))
-
-
-def _real_slots(window: CacheWindow) -> Tensor:
-    """Bool, what each position may attend to. Padding has the last slot."""
-    visible_BLS = window.visible_BLS[..., :-1]
-    # Whoever sees nothing else may see anything: its logits are not read.
-    return visible_BLS | ~visible_BLS.any(dim=-1, keepdim=True)
+    slot_ranks_BS = window.slot_ranks_BS[:, :-1]
+    return CachedKeys((window.ranks_BL, slot_ranks_BS), _exchange(cache, window, slot_ranks_BS.size(1)))
 
 
 def _exchange(

@@ -13,22 +13,35 @@ from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, fill_rows
 
+HIDDEN = torch.iinfo(torch.int32).max
+"""Rank of a slot that no position sees."""
+_HELD = torch.iinfo(torch.int32).min
+
 
 class CacheWindow(NamedTuple):
-    """Where the positions of one pass lie in the cache.
+    """Where the positions of one pass lie in the cache, and what they see: slots whose rank is at most their own.
 
     Attributes:
         slots_BL: int64 slot of each position.
         places_N: int64, the same slots, position by position, counted through all rows.
-        visible_BLS: bool, slots that a position may attend to; at least one everywhere, so that a softmax over them
-            is finite for padding too. Its second size is 1 where all positions see the same.
-        written_BS: bool, slots that the pass writes.
+        ranks_BL: int32 of each position; [B, 1] where all of a row have one.
+        slot_ranks_BS: int32 of each slot; that of the padding is hidden.
     """
 
     slots_BL: Tensor
     places_N: Tensor
-    visible_BLS: Tensor
-    written_BS: Tensor
+    ranks_BL: Tensor
+    slot_ranks_BS: Tensor
+
+    @property
+    def visible_BLS(self) -> Tensor:
+        """Bool, slots that a position may attend to; its second size is that of ``ranks_BL``.
+
+        At least one everywhere, so that a softmax over them is finite: what sees nothing else sees the padding.
+        """
+        visible_BLS = self.slot_ranks_BS[:, None] <= self.ranks_BL[:, :, None]
+        visible_BLS[..., -1] = ~visible_BLS.any(dim=-1)
+        return visible_BLS
 
 
 @dataclass(eq=False)
@@ -54,8 +67,8 @@ class CacheMemory:
 class KVCache:
     """Keys and values of every layer in one slot per position; layers appear as they are first written.
 
-    A pass asks for its ``window``, sends each layer's keys and values through ``write``, and attends to all slots under
-    ``visible_BLS``. It writes in place: what it writes is visible to itself alone unless ``hold`` keeps it.
+    A pass asks for its ``window``, sends each layer's keys and values through ``write``, and attends to the slots that
+    are ``visible_BLS``. It writes in place: what it writes is visible to itself alone unless ``hold`` keeps it.
 
     Args:
         rows: rows of the batch.
@@ -113,19 +126,15 @@ class KVCache:
                 other.
         """
         slots_BL = positions_BL.where(key_mask_BL, self._padding_slot)
-        written_BS = torch.zeros_like(self.held_BS).scatter_(1, slots_BL, True)
-        written_BS[:, self._padding_slot] = False
-        if blocks_BL is None:
-            visible_BLS = (self.held_BS | written_BS)[:, None]
-        else:
-            blocks_BS = torch.zeros_like(self.held_BS, dtype=torch.int64).scatter_(1, slots_BL, blocks_BL)
-            earlier_BLS = blocks_BS[:, None] <= blocks_BL[:, :, None]
-            visible_BLS = (self.held_BS & ~written_BS)[:, None] | (written_BS[:, None] & earlier_BLS)
-        nothing_BL1 = ~visible_BLS.any(dim=-1, keepdim=True)
-        padding_S = torch.arange(self._padding_slot + 1, device=slots_BL.device) == self._padding_slot
         first_B = torch.arange(len(slots_BL), device=slots_BL.device) * (self._padding_slot + 1)
-        places_N = (slots_BL.T + first_B).flatten()
-        return CacheWindow(slots_BL, places_N, visible_BLS | (nothing_BL1 & padding_S), written_BS)
+        ranks_BL = blocks_BL
+        if ranks_BL is None:
+            ranks_BL = slots_BL.new_zeros(len(slots_BL), 1)
+        ranks_BL = ranks_BL.int()
+        slot_ranks_BS = torch.full_like(self.held_BS, HIDDEN, dtype=torch.int32).masked_fill_(self.held_BS, _HELD)
+        slot_ranks_BS.scatter_(1, slots_BL, ranks_BL.expand_as(slots_BL))
+        slot_ranks_BS[:, self._padding_slot] = HIDDEN
+        return CacheWindow(slots_BL, (slots_BL.T + first_B).flatten(), ranks_BL, slot_ranks_BS)
 
     def write(self, layer: int, window: CacheWindow, keys_BLHD: Tensor, values_BLHD: Tensor) -> tuple[Tensor, Tensor]:
         """Put one layer's keys and values into the slots of the window.
@@ -141,8 +150,8 @@ class KVCache:
 
     def hold(self, window: CacheWindow, kept_BL: Tensor | None = None) -> None:
         """Keep what the pass has written, for later passes; with ``kept_BL``, bool, at these positions only."""
-        written_BS = window.written_BS
+        slots_BL = window.slots_BL
         if kept_BL is not None:
-            slots_BL = window.slots_BL.where(kept_BL, self._padding_slot)
-            written_BS = written_BS & torch.zeros_like(written_BS).scatter_(1, slots_BL, True)
-        self.memory.held_BS |= written_BS
+            slots_BL = slots_BL.where(kept_BL, self._padding_slot)
+        self.held_BS.scatter_(1, slots_BL, True)
+        self.held_BS[:, self._padding_slot] = False
