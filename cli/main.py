@@ -64,13 +64,18 @@ def recipes(verbose: Verbose = False) -> None:
 
 @app.command()
 def plan(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a recipe.")],
-    gpus: Annotated[int, typer.Option(help="How many there are.")] = 8,
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a recipe, or 'NAME(argument=value)'.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="FIELD=VALUE", help="Fields of it, such as data.seq_length=8192.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="How many there are (default: what trainer.devices=N says, or 8).")
+    ] = None,
     memory: Annotated[float, typer.Option(help="Of each GPU, GB.")] = 80.0,
     verbose: Verbose = False,
 ) -> None:
     """Tell what a recipe needs of each GPU, and which layouts fit."""
-    _import("recipes.commands", verbose).print_plan(recipe, gpus, memory)
+    _import("recipes.commands", verbose).print_plan(recipe, gpus, memory, overrides or ())
 
 
 @app.command(context_settings=PASS_ON, options_metavar=ARGUMENTS, epilog=ARGUMENTS_HELP)

@@ -83,16 +83,16 @@ class Layout:
         return self.tensor * self.pipeline * self.context
 
 
-def layout_of_strategy(fields: Mapping[str, object], gpus: int) -> Layout:
+def layout_of_strategy(fields: Mapping[str, object], gpus: int, largest_node: int = GPUS_PER_NODE) -> Layout:
     """The layout that fields of a ``MegatronStrategy`` make of a number of GPUs.
 
     Args:
         fields: as ``{"context_parallel_size": 2, "fsdp": "megatron"}``; those left out have NeMo's defaults.
-        gpus: how many there are, see :func:`nodes_of`.
+        gpus, largest_node: see :func:`nodes_of`.
     """
     tensor = fields.get("tensor_model_parallel_size", 1)
     return Layout(
-        *nodes_of(gpus),
+        *nodes_of(gpus, largest_node),
         tensor=tensor,
         pipeline=fields.get("pipeline_model_parallel_size", 1),
         expert=fields.get("expert_model_parallel_size", 1),
@@ -104,9 +104,9 @@ def layout_of_strategy(fields: Mapping[str, object], gpus: int) -> Layout:
     )
 
 
-def nodes_of(gpus: int) -> tuple[int, int]:
-    """Nodes, and GPUs of each: as many as divide them, up to eight."""
-    per_node = next(size for size in range(GPUS_PER_NODE, 0, -1) if gpus % size == 0)
+def nodes_of(gpus: int, largest_node: int = GPUS_PER_NODE) -> tuple[int, int]:
+    """Nodes, and GPUs of each: as many as divide them, up to ``largest_node``."""
+    per_node = next(size for size in range(largest_node, 0, -1) if gpus % size == 0)
     return gpus // per_node, per_node
 
 

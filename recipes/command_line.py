@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import UnionType
@@ -15,6 +15,7 @@ from typing import Literal, Union, get_args, get_origin
 
 import nemo_run as run
 import typer
+from nemo.collections import llm
 from nemo.utils import AppState as RunState
 from nemo.utils.get_rank import is_global_rank_zero
 from nemo_run.cli import api
@@ -60,6 +61,21 @@ def run_task(task: Callable, arguments: list[str], *, verbose: bool) -> None:
         entrypoint.run_ctx_cls = context_class
     with _without_announcements():
         _run(app, arguments, name)
+
+
+def read_recipe(factory: str, overrides: Sequence[str] = ()) -> run.Partial:
+    """A recipe with overrides, read as ``pretrain`` or ``finetune`` reads them.
+
+    Args:
+        factory: as ``--factory`` takes it: a name of ``RECIPES``, or a call of it.
+        overrides: as ``trainer.max_steps=100``.
+
+    Raises:
+        ValueError: for what cannot be read; names the nearest known ones.
+    """
+    task = getattr(llm, RECIPES[_name_of(factory)]().__fn_or_cls__.__name__)
+    with _without_announcements():
+        return QuietRun(name=task.__name__, factory=factory).parse_fn(task, list(overrides))
 
 
 def _run(app: typer.Typer, arguments: list[str], name: str) -> None:
@@ -149,8 +165,12 @@ def _without_announcements() -> Iterator[None]:
         parser_log.setLevel(level)
 
 
+def _name_of(factory: str) -> str:
+    return re.match(r"[\w.]*", factory)[0]
+
+
 def _no_such_recipe(factory: str, command: str) -> str:
-    name = re.match(r"[\w.]*", factory)[0]
+    name = _name_of(factory)
     if name in RECIPES:
         other = {"pretrain": "finetune", "finetune": "pretrain"}[command]
         return f"--factory {name} is a recipe of `{other}`, not of `{command}`"
@@ -199,5 +219,5 @@ def _fields(owner: run.Partial | dict) -> list[str]:
 
 
 def _parameters_of_recipe(factory: str) -> dict:
-    name = factory.partition("(")[0]
+    name = _name_of(factory)
     return dict(inspect.signature(RECIPES[name]).parameters) if name in RECIPES else {}

@@ -28,15 +28,15 @@ type_parser.register_parser(collections.abc.Sequence)(type_parser.parse_list)
 
 @dllm_command(
     name="plan",
-    help="Tell whether a recipe fits: recipe=NAME gpus=8 memory=80",
+    help="Tell whether a recipe fits: recipe=NAME gpus=8 memory=80, and fields of the recipe, as data.seq_length=8192",
 )
-def print_plan(recipe: str, gpus: int = 8, memory: float = 80.0) -> None:
+def print_plan(recipe: str, gpus: int | None = None, memory: float = 80.0, overrides: Sequence[str] = ()) -> None:
     """Print what a recipe needs of each GPU, and layouts that fit.
 
     Args:
-        recipe, gpus, memory: see ``recipes.plan.plan``.
+        recipe, gpus, memory, overrides: see ``recipes.plan.plan``.
     """
-    print(plan(recipe, gpus, memory))
+    print(plan(recipe, gpus, memory, overrides=overrides))
 
 
 @dllm_command(help="List the names that --factory takes")

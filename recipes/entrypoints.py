@@ -15,6 +15,8 @@ from nemo_dllm.cli.errors import USAGE, is_for_users, one_line
 
 # Options that no parameter can be called by, as words of Python, and the parameters that they stand for.
 _ALIASES = {"for": "engine"}
+# The parameter that takes fields of a recipe.
+_OVERRIDES = "overrides"
 
 
 class _Entrypoint(Entrypoint):
@@ -38,15 +40,22 @@ class _Entrypoint(Entrypoint):
             parser_log.setLevel(level)
 
     def _in_parameters(self, args: list[str]) -> list[str]:
-        """Arguments with aliases as NAME=VALUE; with or without dashes, the value behind = or next."""
-        aliases = {alias: name for alias, name in _ALIASES.items() if name in inspect.signature(self.fn).parameters}
+        """Arguments with aliases as NAME=VALUE; with or without dashes, the value behind = or next.
+
+        A command with ``overrides`` takes fields of a recipe among them.
+        """
+        parameters = inspect.signature(self.fn).parameters
+        aliases = {alias: name for alias, name in _ALIASES.items() if name in parameters}
         found, rest = [], iter(args)
         for argument in rest:
             option, is_named, value = argument.partition("=")
             name = aliases.get(option.removeprefix("--"))
             given = value if is_named or name is None else next(rest, None)
             found.append(argument if name is None or given is None else f"{name}={given}")
-        return found
+        if _OVERRIDES not in parameters:
+            return found
+        fields = [argument for argument in found if "." in argument.partition("=")[0]]
+        return [argument for argument in found if argument not in fields] + [f"{_OVERRIDES}={fields}"] * bool(fields)
 
     def _check_names(self, args: list[str]) -> None:
         """Check that all arguments are NAME=VALUE of known names, and that none is missing."""

@@ -1,40 +1,55 @@
 """Whether a recipe fits its GPUs, and layouts that do."""
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 
-from nemo_dllm.recipes.builder import RECIPES
+import nemo_run as run
+
+from nemo_dllm.recipes.builder import GPUS_PER_NODE, RECIPES
+from nemo_dllm.recipes.command_line import read_recipe
+from nemo_dllm.recipes.executors import number_of_devices
 from nemo_dllm.recipes.memory import MemoryEstimate
 from nemo_dllm.recipes.planner import RESERVE_GB, Planner
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits")
 
 
-def plan(recipe: str, gpus: int = 8, memory: float = 80.0, proposals: int = 3) -> str:
+def plan(
+    recipe: str,
+    gpus: int | None = None,
+    memory: float = 80.0,
+    proposals: int = 3,
+    overrides: Sequence[str] = (),
+) -> str:
     """Tell what a recipe needs of each GPU, part by part, and which layouts fit.
 
     Args:
-        recipe: name of a recipe.
-        gpus: how many there are.
+        recipe: name of a recipe, or a call of it, as ``--factory`` takes it.
+        gpus: how many there are; None is what ``overrides`` say of the trainer, or those of a node.
         memory: of each, GB (10^9 bytes).
         proposals: layouts to name at most.
+        overrides: fields of the recipe, as ``data.seq_length=8192``.
 
     Returns:
         A table for people: the recipe as it stands, and layouts that fit where it does not, or that should be faster;
         then the arguments that set each of them.
 
     Raises:
-        ValueError: for an unknown recipe, which names the nearest, and where no layout fits; it names the fewest GPUs
-            that would do.
+        ValueError: for an unknown recipe or field, which names the nearest, for two numbers of GPUs, and where no
+            layout fits; it names the fewest GPUs that would do.
     """
-    if recipe not in RECIPES:
-        near = " or ".join(get_close_matches(recipe, RECIPES))
+    name = recipe.partition("(")[0]
+    if name not in RECIPES:
+        near = " or ".join(get_close_matches(name, RECIPES))
         hint = f"did you mean {near}? " if near else ""
         raise ValueError(f"recipe={recipe!r} is unknown; {hint}`nemo-dllm recipes` lists the names")
+    edited = read_recipe(recipe, overrides)
+    gpus, largest_node = _gpus(gpus, edited, overrides)
     if gpus < 1:
         raise ValueError(f"gpus={gpus} must be at least 1")
     if not memory > RESERVE_GB:
         raise ValueError(f"memory={memory:g} GB must be above the {RESERVE_GB:g} GB that are left free")
-    planner = Planner(RECIPES[recipe]())
+    planner = Planner(edited, largest_node)
     fitting = planner.fitting(gpus, memory)
     own = planner.own(gpus)
     size = _amount(planner.parameters)
@@ -51,6 +66,19 @@ def plan(recipe: str, gpus: int = 8, memory: float = 80.0, proposals: int = 3) -
     for candidate in others:
         lines += ["", candidate.title, f"    {candidate.arguments(own)}"]
     return "\n".join(lines)
+
+
+def _gpus(gpus: int | None, recipe: run.Partial, overrides: Sequence[str]) -> tuple[int, int]:
+    """How many there are, and in a node at most."""
+    fields = ("trainer.devices", "trainer.num_nodes")
+    if not any(override.startswith(fields) for override in overrides):
+        return GPUS_PER_NODE if gpus is None else gpus, GPUS_PER_NODE
+    devices, nodes = number_of_devices(recipe.trainer), recipe.trainer.num_nodes
+    if gpus not in (None, devices * nodes):
+        raise ValueError(
+            f"gpus={gpus} is another number than trainer.devices={devices} x trainer.num_nodes={nodes}; leave one out"
+        )
+    return devices * nodes, devices
 
 
 def _why_nothing_fits(planner: Planner, gpus: int, memory: float) -> str:

@@ -9,7 +9,7 @@ import nemo_run as run
 from nemo.collections.llm import GPTConfig
 
 from nemo_dllm.recipes.activations import EVERY_LAYER, NOTHING, Recomputation
-from nemo_dllm.recipes.builder import Layout, layout_of_strategy, nodes_of, strategy_fields
+from nemo_dllm.recipes.builder import GPUS_PER_NODE, Layout, layout_of_strategy, nodes_of, strategy_fields
 from nemo_dllm.recipes.memory import MemoryEstimate, count_adapters, count_parameters, estimate_training_memory
 
 SHORTEST_SHARD = 4096
@@ -74,14 +74,16 @@ class Planner:
 
     Args:
         recipe: as its factory returns it.
+        largest_node: GPUs of a node at most.
     """
 
-    def __init__(self, recipe: run.Partial):
-        self.recipe = recipe
+    def __init__(self, recipe: run.Partial, largest_node: int = GPUS_PER_NODE):
+        self.recipe, self.largest_node = recipe, largest_node
         self.config: GPTConfig = fdl.build(recipe.model.config)
         self.objective = fdl.build(recipe.model.objective)
         self.vocab_size = getattr(recipe.data, "vocab_size", None)
-        peft = fdl.build(getattr(recipe, "peft", None))
+        peft = getattr(recipe, "peft", None)
+        peft = peft and fdl.build(peft)
         self.adapters = peft and count_adapters(self.config, peft.dim, peft.target_modules)
 
     @property
@@ -162,13 +164,13 @@ class Planner:
 
     def _own_layout(self, gpus: int) -> Layout:
         fields = fdl.ordered_arguments(self.recipe.trainer.strategy, include_defaults=True)
-        return layout_of_strategy(fields, gpus)
+        return layout_of_strategy(fields, gpus, self.largest_node)
 
     def _candidates(self, gpus: int) -> Iterator[Candidate]:
         own, config = self._own_layout(gpus), self.config
         experts = _common_divisors(64, gpus, config.num_moe_experts) if config.num_moe_experts else [1]
         longest = max(self.recipe.data.seq_length // SHORTEST_SHARD, own.context)
-        nodes, per_node = nodes_of(gpus)
+        nodes, per_node = nodes_of(gpus, self.largest_node)
         for tensor, pipeline, context, expert in product(
             _common_divisors(8, per_node, config.num_query_groups),
             _common_divisors(16, gpus, config.num_layers),

@@ -273,3 +273,53 @@ def test_the_command_prints_it(capsys):
 
     print_plan("qwen3_0p6b_mdlm_pretrain", gpus=1, memory=143)
     assert capsys.readouterr().out.startswith("qwen3_0p6b_mdlm_pretrain: 0.60 billion parameters, fits\n")
+
+
+def test_fields_of_the_recipe(plan, planner):
+    """As ``pretrain`` takes them; what a plan proposes is on top of them."""
+    overrides = ("data.seq_length=8192", "trainer.strategy.tensor_model_parallel_size=2", "data.micro_batch_size=1")
+    edited = planner(
+        "qwen3_8b_mdlm_pretrain", {"tensor_model_parallel_size": 2}, seq_length=8192, micro_batch_size=1
+    ).own(8)
+    line = plan("qwen3_8b_mdlm_pretrain", gpus=8, memory=141, overrides=overrides).splitlines()[3]
+    assert float(line.split()[-1]) == pytest.approx(edited.memory.total / 1e9, abs=0.05)
+    assert plan("qwen3_8b_mdlm_pretrain", memory=141).splitlines()[3] != line
+    named = plan("qwen3_8b_mdlm_pretrain(name='mine')", memory=141, overrides=overrides).splitlines()
+    assert named[3] == line
+    proposed = plan("qwen3_8b_mdlm_pretrain", overrides=["data.seq_length=8192", "data.micro_batch_size=4"])
+    assert " data.micro_batch_size=1" in proposed and "data.seq_length" not in proposed
+
+
+def test_the_number_of_gpus_is_the_trainer_s_where_that_is_said(plan):
+    assert "does not fit 4 GPUs of" in plan("qwen3_14b_mdlm_pretrain", memory=141, overrides=["trainer.devices=4"])
+    text = plan("qwen3_14b_mdlm_pretrain", memory=60, overrides=["trainer.devices=4", "trainer.num_nodes=4"])
+    assert " fits\n" in text and "trainer.num_nodes=4 trainer.devices=4 " in text and "trainer.devices=8" not in text
+    with pytest.raises(
+        ValueError, match="^gpus=8 is another number than trainer.devices=4 x trainer.num_nodes=1; leave"
+    ):
+        plan("qwen3_14b_mdlm_pretrain", gpus=8, overrides=["trainer.devices=4"])
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("data.seq_lengthh=4", "^data.seq_lengthh is unknown; did you mean data.seq_length"),
+        ("data.seq_length=x", "^data.seq_length=x cannot be read as int"),
+        ("data.seq_length", "^data.seq_length is neither an option .* nor FIELD=VALUE$"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["qwen3_8b_mdlm_pretrain", "qwen3_8b_mdlm_finetune", "qwen3_8b_mdlm_lora"])
+def test_fields_that_a_recipe_does_not_have(plan, recipe, override, message):
+    with pytest.raises(ValueError, match=message):
+        plan(recipe, overrides=[override])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_command_under_nemo_takes_fields_too(order, capsys):
+    from nemo_run.cli.api import Console
+
+    from nemo_dllm.recipes.commands import print_plan
+
+    arguments = ["recipe=qwen3_0p6b_mdlm_pretrain", "memory=143", "trainer.devices=2", "data.seq_length=2048"]
+    print_plan.cli_entrypoint._execute_simple(arguments[::order], Console())
+    assert capsys.readouterr().out.startswith("qwen3_0p6b_mdlm_pretrain: 0.60 billion parameters, fits\n")
