@@ -46,8 +46,9 @@ def adding_in_place(decoder: TransformerBlock) -> Iterator[None]:
     """For one pass through the layers of ``decoder``: products may add themselves to the residuals of the pass.
 
     Its input, its output and all that is not a residual stay as they are. All is as without it in training, where
-    gradients are recorded, for layers that do not compute plain products (tensor parallelism, fp8, autocast) or that
-    are recomputed in parts, which want a part's output as a tensor, and where a hook could keep a residual.
+    gradients are recorded, for layers that do not compute plain products (tensor parallelism, fp8, autocast) or whose
+    norms are recomputed, for which Megatron asks whether a projection's output has a gradient, and where a hook could
+    keep a residual.
     """
     _PASS.adds_in_place = not (
         torch.is_grad_enabled()
@@ -65,11 +66,7 @@ def adding_in_place(decoder: TransformerBlock) -> Iterator[None]:
 
 def _is_plain(config: TransformerConfig) -> bool:
     recomputed = config.recompute_modules if config.recompute_granularity == "selective" else ()
-    return (
-        config.tensor_model_parallel_size == 1
-        and not (config.fp8 or config.fp4)
-        and not {"layernorm", "mlp"}.intersection(recomputed)
-    )
+    return config.tensor_model_parallel_size == 1 and not (config.fp8 or config.fp4) and "layernorm" not in recomputed
 
 
 def keeps_no_tensor(hook: Callable) -> Callable:
@@ -101,20 +98,16 @@ def project(linear: nn.Module, input_SBK: Tensor, owner: nn.Module) -> tuple[Ten
     Returns:
         The output [S, B, H] before its bias, or the product that it is, and the bias.
     """
-    if not _PASS.adds_in_place or not _is_plain_product(linear, input_SBK) or _is_watched(owner):
+    if not _PASS.adds_in_place or not _is_plain_product(linear) or _is_watched(owner):
         return linear(input_SBK)
     # Without a bias, Transformer Engine's layers have an empty one.
     bias = linear.bias if linear.bias is not None and linear.bias.numel() else None
     return Product(input_SBK, linear.weight), bias
 
 
-def _is_plain_product(linear: nn.Module, input_SBK: Tensor) -> bool:
+def _is_plain_product(linear: nn.Module) -> bool:
     """Not for adapters around a layer and other subclasses, nor for weights that are quantized or sharded."""
-    return (
-        type(linear) in (RowParallelLinear, TERowParallelLinear)
-        and type(linear.weight) is nn.Parameter
-        and linear.weight.dtype == input_SBK.dtype
-    )
+    return type(linear) in (RowParallelLinear, TERowParallelLinear) and type(linear.weight) is nn.Parameter
 
 
 def get_bias_product_add(training: bool, fused: bool) -> Callable:
