@@ -13,9 +13,9 @@ from torch import Tensor
 from nemo_dllm.connectors.json_files import read_json_object
 from nemo_dllm.connectors.new_folder import (
     name_full_disk,
+    place_folder,
     refuse_existing,
     refuse_unfinished,
-    replace_folder,
     unfinished_sibling,
 )
 from nemo_dllm.connectors.safetensors_writer import DTYPE_NAMES, SafetensorsFile, TensorHeader
@@ -131,6 +131,7 @@ class _SafetensorsShard:
         }
 
     def open(self):
+        _check_readable(self.file)
         try:
             return safe_open(self.file, framework="pt")
         except (SafetensorError, OSError) as error:
@@ -148,17 +149,25 @@ class _PickleShard:
         self.headers = {name: TensorHeader.of(tensor) for name, tensor in self.open().items()}
 
     def open(self) -> dict[str, Tensor]:
+        _check_readable(self.file)
         try:
             # Only zip archives can be mapped; older pickles are read whole.
             opened = torch.load(self.file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(self.file))
             if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in opened.items()):
                 raise TypeError("it holds more than named tensors")
+        except MemoryError:
+            raise
         except Exception as error:  # Damaged bytes raise anything.
             raise ValueError(f"{self.file} is damaged or no state dict of tensors ({error})") from error
         return opened
 
     def read(self, opened: dict[str, Tensor], name: str, dimensions: tuple[slice, ...]) -> Tensor:
         return opened[name][dimensions]
+
+
+def _check_readable(file: Path) -> None:
+    """Raise the system's error, which says more than that of a reader who takes everything for damage."""
+    file.open("rb").close()
 
 
 def _open_shard(file: Path) -> _SafetensorsShard | _PickleShard:
@@ -185,8 +194,11 @@ def _open_weights(path: Path) -> dict[str, _SafetensorsShard | _PickleShard]:
         if (path / single_name).is_file():
             shard = _open_shard(path / single_name)
             return dict.fromkeys(shard.headers, shard)
+    others = sorted(file.name for file in path.glob("*.safetensors"))
+    without = f" ({others[0]}{', ...' if len(others) > 1 else ''} is there without an index)" if others else ""
     raise FileNotFoundError(
-        f"{path} has no weights; expected one of {SAFETENSORS_INDEX}, {SAFETENSORS_FILE}, {PICKLE_INDEX}, {PICKLE_FILE}"
+        f"{path} has no weights{without}; expected one of {SAFETENSORS_INDEX}, {SAFETENSORS_FILE}, {PICKLE_INDEX}, "
+        f"{PICKLE_FILE}"
     )
 
 
@@ -267,7 +279,7 @@ def write_hf_checkpoint(
         shutil.rmtree(unfinished, ignore_errors=True)
         name_full_disk(error, out_dir)
         raise
-    replace_folder(unfinished, out_dir)
+    place_folder(unfinished, out_dir, overwrite)
     return out_dir
 
 

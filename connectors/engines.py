@@ -16,7 +16,7 @@ from nemo_dllm.connectors.families.registry import FAMILIES, family_of, find_fam
 from nemo_dllm.connectors.family import Family
 from nemo_dllm.connectors.hf_export import export_hf_checkpoint
 from nemo_dllm.connectors.model_context import load_model_context
-from nemo_dllm.connectors.new_folder import refuse_existing, replace_folder, unfinished_sibling
+from nemo_dllm.connectors.new_folder import place_folder, refuse_existing, unfinished_sibling
 from nemo_dllm.connectors.safetensors_writer import TensorHeader
 from nemo_dllm.connectors.shard_layout import json_bytes, read_shard_layout
 from nemo_dllm.connectors.stacked_experts import StackedExperts
@@ -127,7 +127,7 @@ def export_for_engine(
     try:
         (_copy_hf_checkpoint if is_hf else export_hf_checkpoint)(path, folder)
         block_size, notes = _finish(folder, target, read_facts(path if is_hf else folder))
-        replace_folder(folder, output_path)
+        place_folder(folder, output_path, overwrite)
     finally:
         shutil.rmtree(working, ignore_errors=True)
     if not trained_in_blocks:

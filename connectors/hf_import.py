@@ -10,7 +10,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from nemo import lightning as nl
 from nemo.lightning.io.pl import TrainerContext
-from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_dllm.collections.diffusion.models.model import DiffusionModel
 from nemo_dllm.collections.diffusion.models.saving import keep_write_results_in_process
@@ -22,7 +21,7 @@ from nemo_dllm.connectors.config import hf_to_nemo_config
 from nemo_dllm.connectors.families.registry import find_family
 from nemo_dllm.connectors.load import export_dtypes, export_hf_tensors, load_hf_weights
 from nemo_dllm.connectors.nemo_tokenizer import nemo_tokenizer
-from nemo_dllm.connectors.new_folder import name_full_disk, refuse_existing, replace_folder, unfinished_sibling
+from nemo_dllm.connectors.new_folder import name_full_disk, place_folder, refuse_existing, unfinished_sibling
 from nemo_dllm.connectors.summary import TensorTally, conversion_summary
 from nemo_dllm.connectors.vocabulary_growth import check_mask_init
 
@@ -51,7 +50,7 @@ def import_hf_checkpoint(
 
     Raises:
         FileExistsError: where ``output_path`` exists and ``overwrite`` is False.
-        OSError: where the disk is full.
+        OSError: where ``output_path`` cannot be written to, or the disk is full.
         ValueError: where the model contradicts the checkpoint, there is no mask token, or ``output_path`` contains
             ``hf_path``; and as
             :func:`load_hf_weights` and :class:`HFCheckpoint`.
@@ -80,7 +79,7 @@ def import_hf_checkpoint(
         shutil.rmtree(unfinished, ignore_errors=True)
         name_full_disk(error, output_path)
         raise
-    replace_folder(unfinished, output_path)
+    place_folder(unfinished, output_path, overwrite)
     adopt_import(model, output_path)
     return output_path
 
@@ -109,10 +108,7 @@ def _convert(target: DiffusionModel, source: Source, nemo_path: Path, mask_init:
         trainer.state.fn = TrainerFn.TESTING  # Fitting would allocate gradients.
         trainer.strategy.setup(trainer)
         trainer.state.fn = TrainerFn.FITTING  # Else nothing is saved.
-        try:
-            trainer.save_checkpoint(nemo_path)
-        except CheckpointException as error:  # No Exception, so it would pass every handler.
-            raise OSError(f"{nemo_path} could not be written; is the disk full? ({error})") from error
+        trainer.save_checkpoint(nemo_path)
         TrainerContext.from_trainer(trainer).io_dump(nemo_path / "context", yaml_attrs=["model"])
     return tally
 
