@@ -47,7 +47,7 @@ def keep_base(hf_path: Path, folder: Path, *, mask_token_id: int, mask_init: str
         logging.info(f"Converting {hf_path} to {base}, for the adapters to adapt")
         command = [sys.executable, "-c", _CONVERT, json.dumps(conversion)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
+        if done.returncode and not base.is_dir():  # Another run may have been faster.
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise RuntimeError(f"{hf_path} could not be converted to {base}, for the adapters to adapt: {reason}")
     return base

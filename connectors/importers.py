@@ -37,17 +37,19 @@ class HFImporter(io.ModelConnector):
         return self._output_path
 
     def on_import_ckpt(self, model: DiffusionModel) -> None:
-        """Import, unless that was done before, and give ``model`` the tokenizer and the mask token."""
+        """Import, unless that was done before or by another process meanwhile, and give ``model`` the tokenizer and the
+        mask token.
+        """
         if self._output_path.exists() and not self._overwrite:
             adopt_import(model, self._output_path)
-        else:
-            import_hf_checkpoint(
-                model,
-                local_folder(Path(self)),
-                self._output_path,
-                overwrite=self._overwrite,
-                mask_init=self._mask_init,
-            )
+            return
+        options = {"overwrite": self._overwrite, "mask_init": self._mask_init}
+        try:
+            import_hf_checkpoint(model, local_folder(Path(self)), self._output_path, **options)
+        except FileExistsError:
+            if not self._output_path.exists():  # A link that leads nowhere has the name.
+                raise
+            adopt_import(model, self._output_path)
 
 
 class HFExporter(io.ModelConnector):

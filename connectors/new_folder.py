@@ -87,6 +87,11 @@ def unfinished_sibling(folder: Path) -> Path:
 
     What killed processes of this machine left there for the same ``folder`` is removed.
     """
+    _remove_left(folder)
+    return _sibling(folder, "unfinished")
+
+
+def _remove_left(folder: Path) -> None:
     siblings = folder.parent.iterdir() if folder.parent.is_dir() else ()
     for left in siblings:
         found = _LEFT.fullmatch(left.name)
@@ -94,8 +99,8 @@ def unfinished_sibling(folder: Path) -> Path:
             continue
         # An old one without a successor is the only copy of something.
         if not _runs(int(found["process"])) and (found["kind"] == "unfinished" or folder.exists()):
-            shutil.rmtree(left, ignore_errors=True)
-    return _sibling(folder, "unfinished")
+            with suppress(OSError):
+                _remove(left)
 
 
 def place_folder(finished: Path, folder: Path, overwrite: bool) -> None:
@@ -125,6 +130,7 @@ def place_folder(finished: Path, folder: Path, overwrite: bool) -> None:
             _remove(old)  # Another one was put in its place between the two.
         else:
             _remove(old)
+            _remove_left(folder)
             return
 
 

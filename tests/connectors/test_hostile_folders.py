@@ -146,6 +146,26 @@ def test_what_another_import_has_made_meanwhile_stays(import_folder, models, tmp
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["nemo", "nemo/context"]
 
 
+def test_nemos_import_takes_what_another_process_has_made_meanwhile(import_folder, models, tmp_path, monkeypatch):
+    from nemo.collections import llm
+
+    from nemo_dllm.connectors import hf_import
+    from nemo_dllm.connectors.conversion import diffusion_model
+
+    other = import_folder(models / "a2d_qwen3", tmp_path / "other")
+    convert = hf_import._convert
+
+    def be_overtaken(*arguments):
+        shutil.copytree(other, tmp_path / "nemo")
+        return convert(*arguments)
+
+    monkeypatch.setattr(hf_import, "_convert", be_overtaken)
+    model = diffusion_model(models / "a2d_qwen3")
+    llm.import_ckpt(model, source=f"hf://{models / 'a2d_qwen3'}", output_path=tmp_path / "nemo")
+    assert model.objective.mask_token_id == 196 and model.tokenizer.mask_id == 196
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["nemo", "other"]
+
+
 def test_a_killed_import_leaves_no_checkpoint_and_the_next_one_nothing_of_it(import_folder, models, tmp_path):
     from nemo_dllm.connectors import hf_import
 

@@ -62,6 +62,13 @@ def test_an_old_folder_goes_once_it_has_a_successor(tmp_path, dead):
     out.mkdir()
     unfinished_sibling(out)
     assert not left.exists()
+    # Of a process that was killed between its two renames.
+    shutil.rmtree(out)
+    left_of(out, dead, kind="old")
+    finished = unfinished_sibling(out)
+    finished.mkdir()
+    place_folder(finished, out, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_unfinished_folders_are_no_checkpoints(tmp_path):
