@@ -1,5 +1,7 @@
 """Attention of a few queries to the keys of a cache."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -29,3 +31,17 @@ def test_what_sees_nothing_sees_everything():
     pattern = CachedKeys((torch.tensor([[0, 5]]), torch.tensor([[3, 9]])), lambda *_: None)
     assert cached_mask(pattern).tolist() == [[[True, True], [True, False]]]
     assert cached_mask(CachedKeys(None, lambda *_: None)) is None
+
+
+def test_a_pass_is_gone_with_its_cache():
+    """What is made of a pass lives as long as the pass, with whose cache it would otherwise stay."""
+
+    class Cache:
+        def exchange(self, *_): ...
+
+    for ranks in (None, (torch.zeros(1, 1), torch.zeros(1, 3))):
+        cache = Cache()
+        pattern, kept = CachedKeys(ranks, cache.exchange), weakref.ref(cache)
+        assert cached_mask(pattern) is cached_mask(pattern)
+        del cache, pattern
+        assert kept() is None

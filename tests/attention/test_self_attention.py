@@ -64,6 +64,7 @@ def test_a_quarter_turn_by_hand():
         assert value.flatten().tolist() == [9, 10, 11, 12]
 
 
+@pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("rotary", [D, D // 2], ids=["all dimensions", "half of them"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("samples", [1, B], ids=["shared positions", "positions of each sample"])

@@ -48,3 +48,21 @@ def test_bf16_is_rounded_once():
     case = CASES["Qwen3 heads"]
     for ours, expected in zip(run(case, "cuda", torch.bfloat16), run(case, "cpu", torch.bfloat16), strict=True):
         assert (ours - expected).norm() <= 4e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_without_gradients_values_are_a_view(case):
+    from nemo_dllm.collections.diffusion.attention.self_attention import rotary_table, split_norm_rotate
+
+    sequence, batch, groups, repeats, head, rotary, per_sample, norm = case
+    qkv = torch.randn(sequence, batch, groups * (repeats + 2) * head, device="cuda")
+    weights = [torch.randn(head, device="cuda") if norm else None for _ in range(2)]
+    table = None
+    if rotary is not None:
+        table = rotary_table(torch.randn(sequence, batch if per_sample else 1, 1, rotary, device="cuda"))
+    settings = {"num_groups": groups, "head_size": head, "eps": 1e-6, "interleaved": False}
+    expected = split_norm_rotate(qkv, *weights, table, **settings)
+    with torch.no_grad():
+        ours = split_norm_rotate(qkv, *weights, table, **settings)
+    assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+    assert ours[2].data_ptr() == qkv.data_ptr() + (repeats + 1) * head * qkv.element_size()

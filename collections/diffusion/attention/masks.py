@@ -221,15 +221,15 @@ def token_positions(pattern: Pattern, device: torch.device) -> Tensor | None:
 def built_once(build: Callable) -> Callable:
     """Keep what ``build(pattern, *shape)`` returns: all layers of a forward pass, and its recomputation, need the same.
 
-    Patterns without tensors share the latest few results with their equals, from step to step; what is made of tensors
-    lives as long as the pattern that holds them.
+    Patterns without tensors share the latest few results with their equals, from step to step; what is made of tensors,
+    or of a pattern that equals itself alone, lives as long as that pattern.
     """
     # Few: the dense mask of a long canvas is large.
     shared = lru_cache(maxsize=4)(build)
 
     @wraps(build)
     def build_or_find(pattern: Pattern, *shape: object):
-        if not _tensors(pattern):
+        if type(pattern).__hash__ is not object.__hash__ and not _tensors(pattern):
             # Training may use what a validation built, and a backward pass takes no inference tensors.
             with torch.inference_mode(False):
                 return shared(pattern, *shape)

@@ -31,30 +31,48 @@ class _Shape(NamedTuple):
 def split_norm_rotate(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, table: Tensor | None, num_groups: int, head: int, eps
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``nemo_dllm.collections.diffusion.attention.self_attention.split_norm_rotate``."""
-    return _SplitNormRotate.apply(qkv, q_weight, k_weight, table, num_groups, head, eps)
+    """See ``nemo_dllm.collections.diffusion.attention.self_attention.split_norm_rotate``.
+
+    Where no gradient is asked for, the values are a view of ``qkv``.
+    """
+    if torch.is_grad_enabled():
+        return _SplitNormRotate.apply(qkv, q_weight, k_weight, table, num_groups, head, eps)
+    qkv = qkv.contiguous()
+    shape = _shape(qkv, table, num_groups, head)
+    value = qkv.view(*qkv.shape[:2], num_groups, shape.slots, head)[:, :, :, -1]
+    return *_forward(qkv, None, (q_weight, k_weight), table, eps, shape), value
+
+
+def _shape(qkv: Tensor, table: Tensor | None, num_groups: int, head: int) -> _Shape:
+    sequence, batch, width = qkv.shape
+    return _Shape(
+        tokens=sequence * batch,
+        batch=batch,
+        groups=num_groups,
+        slots=width // (num_groups * head),
+        head=head,
+        rotary=head if table is None else table.size(-1),
+        table_batch=1 if table is None else table.size(2),
+    )
+
+
+def _forward(qkv: Tensor, value: Tensor | None, weights: tuple, table: Tensor | None, eps: float, shape: _Shape):
+    """Queries and keys; writes the values where they are to be."""
+    query = qkv.new_empty(*qkv.shape[:2], shape.groups * (shape.slots - 2), shape.head)
+    key = qkv.new_empty(*qkv.shape[:2], shape.groups, shape.head)
+    grid = shape.tokens, triton.cdiv(shape.groups * shape.slots, _HEADS)
+    constants = _constants(shape, weights[0], table)
+    _forward_kernel[grid](qkv, query, key, value, *weights, table, eps, *constants, num_warps=4)
+    return query, key
 
 
 class _SplitNormRotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, q_weight, k_weight, table, num_groups, head, eps):
         qkv = qkv.contiguous()
-        sequence, batch, width = qkv.shape
-        slots = width // (num_groups * head)
-        shape = _Shape(
-            tokens=sequence * batch,
-            batch=batch,
-            groups=num_groups,
-            slots=slots,
-            head=head,
-            rotary=head if table is None else table.size(-1),
-            table_batch=1 if table is None else table.size(2),
-        )
-        query = qkv.new_empty(sequence, batch, num_groups * (slots - 2), head)
-        key, value = (qkv.new_empty(sequence, batch, num_groups, head) for _ in range(2))
-        _forward_kernel[(shape.tokens,)](
-            qkv, query, key, value, q_weight, k_weight, table, eps, *_constants(shape, q_weight, table), num_warps=4
-        )
+        shape = _shape(qkv, table, num_groups, head)
+        value = qkv.new_empty(*qkv.shape[:2], num_groups, head)
+        query, key = _forward(qkv, value, (q_weight, k_weight), table, eps, shape)
         ctx.save_for_backward(qkv, q_weight, k_weight, table)
         ctx.shape, ctx.eps = shape, eps
         return query, key, value
@@ -136,48 +154,51 @@ def _forward_kernel(
     REST: tl.constexpr = D - 2 * HALF
     if ROTARY:
         cos1, cos2, sin1, sin2 = _rotary_row(table, token, sine_offset, B, HALF, TABLE_B, d)
-    for first in range(0, G * SLOTS, HEADS):
-        head = first + tl.arange(0, HEADS)
-        group = head // SLOTS
-        slot = head % SLOTS
-        exists = head < G * SLOTS
-        is_query = (slot < R) & exists
-        is_key = (slot == R) & exists
-        is_value = (slot == R + 1) & exists
-        half_mask = exists[:, None] & (d < HALF)[None, :]
-        rest_mask = exists[:, None] & (rest < REST)[None, :]
-        source = qkv + token * (G * SLOTS * D) + head[:, None] * D
-        x1 = tl.load(source + d[None, :], mask=half_mask, other=0.0).to(tl.float32)
-        x2 = tl.load(source + HALF + d[None, :], mask=half_mask, other=0.0).to(tl.float32)
-        x3 = tl.load(source + 2 * HALF + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
-        y1, y2, y3 = x1, x2, x3
-        if NORM:
-            squares = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1) + tl.sum(x3 * x3, 1)
-            scale = tl.rsqrt(squares / D + eps)[:, None]
-            w1 = _weights(q_weight, k_weight, d, HALF, is_query)
-            w2 = _weights(q_weight + HALF, k_weight + HALF, d, HALF, is_query)
-            w3 = _weights(q_weight + 2 * HALF, k_weight + 2 * HALF, rest, REST, is_query)
-            y1 = y1 * scale * w1
-            y2 = y2 * scale * w2
-            y3 = y3 * scale * w3
-        if ROTARY:
-            turned1 = y1 * cos1 - y2 * sin1
-            y2 = y2 * cos2 + y1 * sin2
-            y1 = turned1
-        plain = is_value[:, None]
-        y1 = tl.where(plain, x1, y1)
-        y2 = tl.where(plain, x2, y2)
-        y3 = tl.where(plain, x3, y3)
-        to_query = query + token * (G * R * D) + (group * R + slot)[:, None] * D
-        to_key = key + token * (G * D) + group[:, None] * D
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    group = head // SLOTS
+    slot = head % SLOTS
+    # Values that are not written are not read.
+    exists = head < G * SLOTS
+    if value is None:
+        exists = exists & (slot <= R)
+    is_query = (slot < R) & exists
+    is_key = (slot == R) & exists
+    is_value = (slot == R + 1) & exists
+    half_mask = exists[:, None] & (d < HALF)[None, :]
+    rest_mask = exists[:, None] & (rest < REST)[None, :]
+    source = qkv + token * (G * SLOTS * D) + head[:, None] * D
+    x1 = tl.load(source + d[None, :], mask=half_mask, other=0.0).to(tl.float32)
+    x2 = tl.load(source + HALF + d[None, :], mask=half_mask, other=0.0).to(tl.float32)
+    x3 = tl.load(source + 2 * HALF + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    y1, y2, y3 = x1, x2, x3
+    if NORM:
+        squares = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1) + tl.sum(x3 * x3, 1)
+        scale = tl.rsqrt(squares / D + eps)[:, None]
+        w1 = _weights(q_weight, k_weight, d, HALF, is_query)
+        w2 = _weights(q_weight + HALF, k_weight + HALF, d, HALF, is_query)
+        w3 = _weights(q_weight + 2 * HALF, k_weight + 2 * HALF, rest, REST, is_query)
+        y1 = y1 * scale * w1
+        y2 = y2 * scale * w2
+        y3 = y3 * scale * w3
+    if ROTARY:
+        turned1 = y1 * cos1 - y2 * sin1
+        y2 = y2 * cos2 + y1 * sin2
+        y1 = turned1
+    plain = is_value[:, None]
+    y1 = tl.where(plain, x1, y1)
+    y2 = tl.where(plain, x2, y2)
+    y3 = tl.where(plain, x3, y3)
+    to_query = query + token * (G * R * D) + (group * R + slot)[:, None] * D
+    to_key = key + token * (G * D) + group[:, None] * D
+    dtype = query.dtype.element_ty
+    tl.store(to_query + d[None, :], y1.to(dtype), mask=half_mask & is_query[:, None])
+    tl.store(to_query + HALF + d[None, :], y2.to(dtype), mask=half_mask & is_query[:, None])
+    tl.store(to_query + 2 * HALF + rest[None, :], y3.to(dtype), mask=rest_mask & is_query[:, None])
+    tl.store(to_key + d[None, :], y1.to(dtype), mask=half_mask & is_key[:, None])
+    tl.store(to_key + HALF + d[None, :], y2.to(dtype), mask=half_mask & is_key[:, None])
+    tl.store(to_key + 2 * HALF + rest[None, :], y3.to(dtype), mask=rest_mask & is_key[:, None])
+    if value is not None:
         to_value = value + token * (G * D) + group[:, None] * D
-        dtype = query.dtype.element_ty
-        tl.store(to_query + d[None, :], y1.to(dtype), mask=half_mask & is_query[:, None])
-        tl.store(to_query + HALF + d[None, :], y2.to(dtype), mask=half_mask & is_query[:, None])
-        tl.store(to_query + 2 * HALF + rest[None, :], y3.to(dtype), mask=rest_mask & is_query[:, None])
-        tl.store(to_key + d[None, :], y1.to(dtype), mask=half_mask & is_key[:, None])
-        tl.store(to_key + HALF + d[None, :], y2.to(dtype), mask=half_mask & is_key[:, None])
-        tl.store(to_key + 2 * HALF + rest[None, :], y3.to(dtype), mask=rest_mask & is_key[:, None])
         tl.store(to_value + d[None, :], y1.to(dtype), mask=half_mask & is_value[:, None])
         tl.store(to_value + HALF + d[None, :], y2.to(dtype), mask=half_mask & is_value[:, None])
         tl.store(to_value + 2 * HALF + rest[None, :], y3.to(dtype), mask=rest_mask & is_value[:, None])
