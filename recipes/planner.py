@@ -8,8 +8,19 @@ import fiddle as fdl
 import nemo_run as run
 from nemo.collections.llm import GPTConfig
 
+from nemo_dllm.collections.diffusion.data.batch_sizes import check_batch_sizes
+from nemo_dllm.collections.diffusion.models.degrees import Degrees
+from nemo_dllm.collections.diffusion.models.layout import Arrangement, check_arrangement
+from nemo_dllm.collections.diffusion.models.layout_options import check_recomputed_layers, check_sharded_degrees
+from nemo_dllm.collections.diffusion.models.layout_stages import check_even_stages
 from nemo_dllm.recipes.activations import EVERY_LAYER, NOTHING, Recomputation
-from nemo_dllm.recipes.builder import GPUS_PER_NODE, Layout, layout_of_strategy, nodes_of, strategy_fields
+from nemo_dllm.recipes.builder import (
+    GPUS_PER_NODE,
+    Layout,
+    layout_of_strategy,
+    nodes_of,
+    strategy_fields,
+)
 from nemo_dllm.recipes.memory import MemoryEstimate, count_adapters, count_parameters, estimate_training_memory
 
 SHORTEST_SHARD = 4096
@@ -105,35 +116,28 @@ class Planner:
         return self._candidate(self._own_layout(gpus), data.micro_batch_size, data.global_batch_size, recompute)
 
     def problem(self, candidate: Candidate) -> str | None:
-        """Why a layout does not divide model and data; None where it does."""
-        config, layout, data = self.config, candidate.layout, self.recipe.data
-        expert_ranks = layout.expert * layout.expert_tensor * layout.pipeline
-        samples = _samples_at_once(layout, candidate.micro_batch_size)
-        shards = layout.context * (layout.tensor if layout.sequence else 1)
-        block = self.objective.block_size if layout.context > 1 else None
-        # Virtual stages take micro-batches in groups.
-        groups = layout.pipeline if layout.virtual > 1 else 1
-        for name, whole, part in (
-            ("query groups over tensor", config.num_query_groups, layout.tensor),
-            ("MLP width over tensor", config.ffn_hidden_size, layout.tensor),
-            ("tokens over tensor x context", data.seq_length, shards),
-            ("tokens of a shard over block size", data.seq_length // layout.context, block or 1),
-            ("layers over pipeline", config.num_layers, layout.pipeline * layout.virtual),
-            ("experts over expert", config.num_moe_experts or 1, layout.expert),
-            ("GPUs over tensor x pipeline x context", layout.gpus, layout.model_gpus),
-            ("GPUs over expert x pipeline", layout.gpus, expert_ranks),
-            ("samples of a step over those at once", candidate.global_batch_size, samples),
-            ("micro-batches over pipeline", candidate.global_batch_size // samples, groups),
-        ):
-            if whole % part:
-                return f"{name}: {whole} is not divisible by {part}"
-        if (candidate.recompute.num_layers or 0) > self._layers_of_chunk(layout):
-            return f"recomputed layers: more than the {self._layers_of_chunk(layout)} of a stage"
-        cut_otherwise = config.num_moe_experts and layout.expert_tensor != layout.tensor
-        if layout.fully_sharded and (layout.pipeline > 1 or layout.expert > 1 or cut_otherwise):
-            return "Megatron-FSDP goes neither with pipeline stages nor with experts dealt out or cut otherwise"
-        if config.num_moe_experts and layout.tensor > 1 and not layout.sequence:
-            return "experts on tensor-parallel GPUs need sequence parallelism"
+        """Why a run would refuse a layout; None where it would not."""
+        layout, recompute = candidate.layout, candidate.recompute
+        degrees = _degrees_of(layout)
+        arrangement = Arrangement(
+            degrees,
+            layout.gpus_per_node,
+            layout.num_nodes,
+            self.recipe.data.seq_length,
+            candidate.micro_batch_size,
+            candidate.global_batch_size,
+        )
+        try:
+            check_arrangement(self.config, self.objective, arrangement)
+            check_even_stages(self.config, degrees, layout.gpus)
+            if layout.fully_sharded:
+                check_sharded_degrees(self.config, degrees)
+            if recompute.granularity == "full":
+                check_recomputed_layers(self.config, degrees, recompute.num_layers)
+            samples = layout.gpus // degrees.model_ranks
+            check_batch_sizes(candidate.global_batch_size, candidate.micro_batch_size, samples)
+        except ValueError as error:
+            return str(error)
         return None
 
     def fitting(self, gpus: int, memory_gb: float) -> list[Candidate]:
@@ -237,6 +241,12 @@ class Planner:
             layout.expert,
             -candidate.micro_batch_size,
         )
+
+
+def _degrees_of(layout: Layout) -> Degrees:
+    names = ("tensor", "pipeline", "virtual", "context", "expert", "expert_tensor")
+    sizes = {name: getattr(layout, name) for name in names}
+    return Degrees(**sizes, sequence=layout.sequence and layout.tensor > 1)
 
 
 def _samples_at_once(layout: Layout, micro_batch_size: int) -> int:

@@ -31,6 +31,8 @@ MODEL_SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("vocab_size", "num_moe_experts", "moe_ffn_hidden_size"),
 )
+OPTIONAL_SIZES = ("num_moe_experts", "moe_ffn_hidden_size")
+"""None says that there are no experts, and that they are as wide as the MLP."""
 
 
 def pretrain(
@@ -189,7 +191,7 @@ def _check_sizes(place: str, owner: object, names: tuple[str, ...]) -> None:
     for name in names:
         size = getattr(owner, name)
         if size is not None:
-            check_size(f"{place}.{name}", size)
+            check_size(f"{place}.{name}", size, or_none=name in OPTIONAL_SIZES)
 
 
 def _check_optimizer(optim: OptimizerModule | None, strategy: nl.MegatronStrategy) -> None:

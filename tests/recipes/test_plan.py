@@ -120,11 +120,13 @@ def test_shards_and_blocks(planner):
 
     context = {"context_parallel_size": 4}
     assert problem(strategy=context) is None
-    assert problem(strategy=context, seq_length=4098) == "tokens over tensor x context: 4098 is not divisible by 4"
+    assert problem(strategy=context, seq_length=4098) == (
+        "data.seq_length=4098 is not divisible by trainer.strategy.context_parallel_size=4; "
+        "set trainer.strategy.context_parallel_size=1"
+    )
     assert problem(strategy=context, seq_length=4224) is None
-    expected = "tokens of a shard over block size: 1040 is not divisible by 32"
-    assert problem(strategy=context, seq_length=4160) == expected
-    assert "GPUs over tensor x pipeline x context: 6 is not divisible by 4" in problem(6, strategy=context)
+    assert "makes shards of 1040 tokens, which cut a block of" in problem(strategy=context, seq_length=4160)
+    assert "is not divisible by tensor x pipeline x context parallel size = 1 x 1 x 4" in problem(6, strategy=context)
 
 
 def test_a_fully_sharded_recipe_stays_so(planner):
@@ -141,7 +143,9 @@ def test_a_fully_sharded_recipe_stays_so(planner):
     assert other.arguments(sharded) == f"trainer.num_nodes=1 trainer.devices=8 {divided}"
     assert not any(candidate.layout.fully_sharded for candidate in plain.fitting(8, 141.0))
     stages = planner("qwen3_8b_mdlm_pretrain", {"fsdp": "megatron", "pipeline_model_parallel_size": 2})
-    assert "Megatron-FSDP goes neither with pipeline stages" in stages.problem(stages.own(8))
+    assert "fsdp='megatron' cannot be combined with trainer.strategy.pipeline_model_parallel_size=2" in stages.problem(
+        stages.own(8)
+    )
 
 
 def test_recomputation_is_read_from_the_recipe(planner):
@@ -217,9 +221,9 @@ def test_arguments_are_fields_of_the_recipe(planner):
 
 
 def test_layouts_that_do_not_divide_are_named(plan):
-    assert "layers over pipeline" not in plan("qwen3_0p6b_mdlm_pretrain", gpus=8)
+    assert "as it stands (" not in plan("qwen3_0p6b_mdlm_pretrain", gpus=8)
     text = plan("qwen3_14b_mdlm_pretrain", gpus=4, memory=141)
-    assert "as it stands (GPUs over tensor x pipeline x context: 4 is not divisible by 8)" in text
+    assert "as it stands (trainer.devices x trainer.num_nodes = 4 x 1 = 4 is not divisible by tensor x" in text
 
 
 def test_what_cannot_fit_is_refused(plan):

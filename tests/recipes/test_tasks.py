@@ -276,8 +276,20 @@ def test_adapters_that_cannot_be_trained_or_merged(tiny, monkeypatch):
     built["model"].config.num_moe_experts = 4
     experts = r"peft.target_modules=\['linear_qkv', 'linear_proj', 'linear_fc1', 'linear_fc2'\] would adapt layers of"
     with pytest.raises(ValueError, match=experts + r".*set peft.target_modules=\['linear_qkv', 'linear_proj'\]"):
-        tasks.finetune(**built, peft=LoRA(), init_from="folder")
+        tasks.finetune(**built, peft=LoRA(), init_from="hf://name")
     with pytest.raises(ValueError, match=r"target_modules=\['\*.layers.1.mlp.experts.\*'\] would adapt"):
-        tasks.finetune(**built, peft=LoRA(target_modules=["*.layers.1.mlp.experts.*"]), init_from="folder")
+        tasks.finetune(**built, peft=LoRA(target_modules=["*.layers.1.mlp.experts.*"]), init_from="hf://name")
     # Others may be.
     LoRA(target_modules=["linear_qkv", "*.shared_experts.linear_fc1"]).check_fits(built["model"].config)
+
+
+def test_no_experts_are_none(tiny):
+    """Set on a model that is there; Megatron's configuration lets no 0 in."""
+    import fiddle as fdl
+
+    from nemo_dllm.recipes.tasks import check_settings
+
+    model, data, trainer = (fdl.build(getattr(tiny, field)) for field in ("model", "data", "trainer"))
+    model.config.num_moe_experts = 0
+    with pytest.raises(ValueError, match="num_moe_experts=0 must be at least 1, or None; set .*num_moe_experts=None$"):
+        check_settings(model, data, trainer)

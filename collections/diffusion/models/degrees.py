@@ -1,7 +1,7 @@
 """Over how many ranks a strategy spreads each part of a model, and the nearest sizes where one does not fit."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 STRATEGY = "trainer.strategy."
@@ -68,7 +68,7 @@ def check_size(field: str, size: object, *, smallest: int = 1, or_none: bool = F
         field: its name.
         size: its value.
         smallest: what it must be at least.
-        or_none: whether None, which is not looked at here, is a setting as well.
+        or_none: whether None, which is not looked at here, is a setting as well; who says 0 means it.
 
     Raises:
         ValueError: names the field, the value and the nearest that is one.
@@ -77,14 +77,13 @@ def check_size(field: str, size: object, *, smallest: int = 1, or_none: bool = F
     if whole and size >= smallest:
         return
     try:
-        nearest = max(round(float(size)), 1)
+        nearest = round(float(size))
     except (TypeError, ValueError, OverflowError):
         nearest = 1
+    if nearest < smallest:
+        nearest = None if or_none else smallest
     kind = f"at least {smallest}" if whole else f"a whole number of at least {smallest}"
-    raise ValueError(
-        f"{field}={size!r} must be {kind}{', or None' if or_none else ''}; "
-        f"set {field}={nearest if nearest >= smallest else None}"
-    )
+    raise ValueError(f"{field}={size!r} must be {kind}{', or None' if or_none else ''}; set {field}={nearest}")
 
 
 def check_divisible(whole: str, size: int, part: str, degree: int, *, all_of: Iterable[int] = ()) -> None:
@@ -105,7 +104,13 @@ def check_divisible(whole: str, size: int, part: str, degree: int, *, all_of: It
 
 def nearest_divisor(size: int, degree: int) -> int:
     """Of the numbers that divide ``size``, the one nearest to ``degree``."""
-    return nearest_of(degree, (divisor for divisor in range(1, size + 1) if size % divisor == 0))
+    return nearest_fitting(degree, lambda divisor: size % divisor == 0)
+
+
+def nearest_fitting(value: int, fits: Callable[[int], bool]) -> int:
+    """Of the numbers that fit, among which has to be 1, the one nearest to ``value``; the smaller of two."""
+    near = ((value - distance, value + distance) for distance in range(value))
+    return next(number for pair in near for number in pair if fits(number))
 
 
 def nearest_of(value: int, fitting: Iterator[int]) -> int:

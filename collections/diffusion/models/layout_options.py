@@ -7,7 +7,15 @@ from nemo import lightning as nl
 from nemo.collections.llm.gpt.model.base import GPTConfig
 
 from nemo_dllm.collections.diffusion.attention.layers import have_transformer_engine
-from nemo_dllm.collections.diffusion.models.degrees import MODEL, STRATEGY, check_size
+from nemo_dllm.collections.diffusion.models.degrees import (
+    EXPERT,
+    EXPERT_TENSOR,
+    MODEL,
+    PIPELINE,
+    STRATEGY,
+    Degrees,
+    check_size,
+)
 from nemo_dllm.collections.diffusion.models.fsdp import WHOLE, is_fully_sharded
 
 _FSDP = f"{STRATEGY}fsdp='megatron'"
@@ -44,21 +52,32 @@ def check_layout_options(config: GPTConfig, strategy: nl.MegatronStrategy, trans
     _check_overlap(config, strategy, transformer_engine)
 
 
-def _check_fully_sharded(config: GPTConfig, strategy: nl.MegatronStrategy) -> None:
-    tensor = strategy.tensor_model_parallel_size
-    expert_tensor = strategy.parallelism.expert_tensor_parallel_size or tensor
-    alone = {
-        "pipeline_model_parallel_size": (strategy.pipeline_model_parallel_size, 1),
-        "num_distributed_optimizer_instances": (strategy.num_distributed_optimizer_instances or 1, 1),
-    }
+def check_sharded_degrees(config: GPTConfig, degrees: Degrees) -> None:
+    """Check what a model has beside Megatron-FSDP.
+
+    Args:
+        config: of the model.
+        degrees: of a strategy with ``fsdp="megatron"``.
+
+    Raises:
+        ValueError: names the field, its value and the fix.
+    """
+    _refuse_beside_sharding(PIPELINE, degrees.pipeline, 1)
     if config.num_moe_experts:
-        alone["expert_model_parallel_size"] = (strategy.expert_model_parallel_size, 1)
-        alone["expert_tensor_parallel_size"] = (expert_tensor, tensor)
-    for field, (value, needed) in alone.items():
-        if value != needed:
-            raise ValueError(
-                f"{_FSDP} cannot be combined with {STRATEGY}{field}={value}; set {field}={needed}, or fsdp=None"
-            )
+        _refuse_beside_sharding(EXPERT, degrees.expert, 1)
+        _refuse_beside_sharding(EXPERT_TENSOR, degrees.expert_tensor, degrees.tensor)
+
+
+def _refuse_beside_sharding(field: str, value: int, needed: int) -> None:
+    if value != needed:
+        name = field.removeprefix(STRATEGY)
+        raise ValueError(f"{_FSDP} cannot be combined with {field}={value}; set {name}={needed}, or fsdp=None")
+
+
+def _check_fully_sharded(config: GPTConfig, strategy: nl.MegatronStrategy) -> None:
+    check_sharded_degrees(config, Degrees.of(strategy))
+    instances = strategy.num_distributed_optimizer_instances or 1
+    _refuse_beside_sharding(f"{STRATEGY}num_distributed_optimizer_instances", instances, 1)
     for field, plain in {"cuda_graph_impl": "none", "init_model_with_meta_device": False}.items():
         if getattr(config, field, plain) not in (plain, None):
             raise ValueError(
@@ -88,12 +107,25 @@ def _check_recomputation(config: GPTConfig, strategy: nl.MegatronStrategy, trans
                 f"{' and '.join(needy)}; {_how_to_get_it()}, or leave them out"
             )
         return
-    chunks = strategy.pipeline_model_parallel_size * (strategy.virtual_pipeline_model_parallel_size or 1)
-    layers = max(config.num_layers // chunks, 1)
-    check_size(f"{MODEL}recompute_num_layers", config.recompute_num_layers)
-    if config.recompute_num_layers > layers:
+    check_recomputed_layers(config, Degrees.of(strategy), config.recompute_num_layers)
+
+
+def check_recomputed_layers(config: GPTConfig, degrees: Degrees, recomputed: int) -> None:
+    """Check how many layers are recomputed together, or alone.
+
+    Args:
+        config: of the model.
+        degrees: that divide its layers.
+        recomputed: Megatron's ``recompute_num_layers``.
+
+    Raises:
+        ValueError: names the field, its value and the largest that fits.
+    """
+    layers = max(config.num_layers // (degrees.pipeline * degrees.virtual), 1)
+    check_size(f"{MODEL}recompute_num_layers", recomputed)
+    if recomputed > layers:
         raise ValueError(
-            f"{MODEL}recompute_num_layers={config.recompute_num_layers} must be between 1 and the {layers} layers "
+            f"{MODEL}recompute_num_layers={recomputed} must be between 1 and the {layers} layers "
             f"of a pipeline stage (or virtual stage); set it to {layers}"
         )
 

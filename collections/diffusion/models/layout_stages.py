@@ -1,6 +1,6 @@
 """Whether the layers of a model can be dealt out over the stages of a pipeline."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from nemo.collections.llm.gpt.model.base import GPTConfig
@@ -23,19 +23,18 @@ _COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_lo
 _LAYOUT = "pipeline_model_parallel_layout"
 
 
-def check_stages(config: GPTConfig, degrees: Degrees, strategy) -> None:
+def check_stages(config: GPTConfig, degrees: Degrees, ranks: int, strategy) -> None:
     """Check the ways in which a strategy may deal out layers.
 
     Args:
         config: of the model.
         degrees: of the strategy.
+        ranks: of all models.
         strategy: NeMo's ``MegatronStrategy``.
 
     Raises:
         ValueError: names the fields, their values and the nearest ones that fit.
     """
-    if degrees.virtual > 1 and degrees.pipeline == 1:
-        raise ValueError(f"{VIRTUAL}={degrees.virtual} needs {PIPELINE} above 1, which is 1; set {VIRTUAL}=None")
     parallelism = strategy.parallelism
     ends = {name: size for name in _ENDS if (size := getattr(parallelism, name)) is not None}
     counted = [name for name in _COUNTED_AS_LAYERS if getattr(parallelism, name)]
@@ -45,12 +44,18 @@ def check_stages(config: GPTConfig, degrees: Degrees, strategy) -> None:
         raise ValueError(
             f"{' and '.join(STRATEGY + name for name in ways)} deal out layers, each in its way; leave all but one out"
         )
+    _check_chunks(degrees)
     if layout is not None:
         _check_dealt_out(config, degrees, layout)
     elif ends:
         _check_ends(config, degrees, ends)
     else:
-        _check_even_stages(config, degrees, counted)
+        check_even_stages(config, degrees, ranks, counted)
+
+
+def _check_chunks(degrees: Degrees) -> None:
+    if degrees.virtual > 1 and degrees.pipeline == 1:
+        raise ValueError(f"{VIRTUAL}={degrees.virtual} needs {PIPELINE} above 1, which is 1; set {VIRTUAL}=None")
 
 
 def _check_dealt_out(config: GPTConfig, degrees: Degrees, layout: object) -> None:
@@ -102,12 +107,27 @@ def _check_ends(config: GPTConfig, degrees: Degrees, ends: dict[str, int]) -> No
     )
 
 
-def _check_even_stages(config: GPTConfig, degrees: Degrees, counted: list[str]) -> None:
+def check_even_stages(config: GPTConfig, degrees: Degrees, ranks: int, counted: Sequence[str] = ()) -> None:
+    """Check that every stage, and every chunk of it, gets as many layers as the others.
+
+    Args:
+        config: of the model.
+        degrees: that divide the ranks.
+        ranks: of all models.
+        counted: fields of the strategy by which embedding or loss stand for a layer.
+
+    Raises:
+        ValueError: names the fields, their values and the nearest ones that fit.
+    """
+    _check_chunks(degrees)
     layers, number = f"{MODEL}num_layers", config.num_layers + len(counted)
     if counted:
         layers = f"{layers} (with {' and '.join(counted)})"
     chunks = [number // degrees.virtual] if number % degrees.virtual == 0 else []
-    check_divisible(layers, number, PIPELINE, degrees.pipeline, all_of=[number, *chunks])
+    left = [ranks // (degrees.tensor * degrees.context)]
+    if config.num_moe_experts:
+        left.append(ranks // (degrees.expert_tensor * degrees.expert))
+    check_divisible(layers, number, PIPELINE, degrees.pipeline, all_of=[number, *chunks, *left])
     per_stage = number // degrees.pipeline
     if per_stage % degrees.virtual:
         nearest = nearest_divisor(per_stage, degrees.virtual)
