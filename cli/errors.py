@@ -97,14 +97,14 @@ def has_the_word() -> bool:
     It is the first of all. Where that finds nothing wrong, and nobody ends the others meanwhile, it is the first of a
     node, which may lack what others have.
     """
-    if _is_first_process():
+    if is_first_process():
         return True
     time.sleep(GRACE)
     local = next((os.environ[name] for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in os.environ), None)
     return local == "0"
 
 
-def _is_first_process() -> bool:
+def is_first_process() -> bool:
     """By what torchrun, srun and Lightning set; True for a process that is alone."""
     for rank in ("RANK", "SLURM_PROCID"):
         if rank in os.environ:

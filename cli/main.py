@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from nemo_dllm.cli import data
-from nemo_dllm.cli.errors import USAGE, has_the_word, in_options, is_for_users, one_line
+from nemo_dllm.cli.errors import USAGE, has_the_word, in_options, is_first_process, is_for_users, one_line
 from nemo_dllm.cli.sampling import COMMANDS, REQUIRED, Command, Option, check_alternatives
 
 app = typer.Typer(
@@ -218,11 +218,18 @@ def _import(module: str, verbose: bool) -> ModuleType:
     """A module of this package that imports NeMo, in silence unless ``verbose``."""
     from nemo_dllm.console import import_nemo_quietly, swallowed_output
 
+    _announce_import()
     if verbose:
         return importlib.import_module(f"nemo_dllm.{module}")
     import_nemo_quietly()
     with swallowed_output():
         return importlib.import_module(f"nemo_dllm.{module}")
+
+
+def _announce_import() -> None:
+    """Tell who sits at a terminal why nothing happens; logs have only what is worth keeping."""
+    if sys.stderr.isatty() and "nemo" not in sys.modules and is_first_process():
+        print("loading NeMo, which takes about 15 seconds", file=sys.stderr, flush=True)
 
 
 def _options_of_command(arguments: list[str]) -> dict[str, str]:

@@ -325,3 +325,20 @@ def test_a_run_writes_text(workplace, from_command_line):
     masked = re.findall(r"^\[step \d+, (\d+) masked\]$", output.stderr, re.MULTILINE)
     assert masked[-1] == "0"
     assert not re.search("nemo|warning", output.stderr, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("environment, told", [({}, True), ({"LOCAL_RANK": "1", "RANK": "1"}, False)])
+def test_a_terminal_is_told_at_once_what_takes_so_long(environment, told):
+    """The first of a run's processes does; who reads standard error from a file or a pipe finds errors alone there."""
+    code = "import sys; sys.modules['nemo.collections'] = None; sys.argv[1:] = ['recipes']"
+    command = [sys.executable, "-c", f"{code}\nfrom nemo_dllm.cli.main import main\nmain()"]
+    clean = {key: value for key, value in os.environ.items() if "RANK" not in key}
+    terminal, end = os.openpty()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=end, env=clean | environment) as process:
+        os.close(end)
+        shown = os.read(terminal, 1000).decode()
+        assert process.stdout.read() == b""
+    os.close(terminal)
+    assert shown.startswith("loading NeMo, which takes about 15 seconds") == told
+    done = subprocess.run(command, capture_output=True, text=True, env=clean | environment, timeout=300)
+    assert "loading NeMo" not in done.stdout + done.stderr
