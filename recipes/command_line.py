@@ -78,6 +78,11 @@ def read_recipe(factory: str, overrides: Sequence[str] = ()) -> run.Partial:
         return QuietRun(name=task.__name__, factory=factory).parse_fn(task, list(overrides))
 
 
+def with_empty_text(argument: str) -> str:
+    """FIELD= as FIELD='', which is what a shell has made it of; nemo_run takes it for another field."""
+    return f"{argument}''" if argument.endswith("=") else argument
+
+
 def _run(app: typer.Typer, arguments: list[str], name: str) -> None:
     # What it returns is 130 where it was interrupted, and else None.
     if code := app(args=arguments, prog_name=name, standalone_mode=False):
@@ -96,6 +101,7 @@ class QuietRun(api.RunContext):
         for argument in args:
             if argument.startswith("-") or "=" not in argument:
                 raise ValueError(f"{argument} is neither an option of nemo llm {fn.__name__} nor FIELD=VALUE")
+        args = [with_empty_text(argument) for argument in args]
         if self.yaml and not self.factory and Path(self.yaml).is_file() and is_saved_recipe(self.yaml):
             self.factory, self.yaml = f"saved(path='{self.yaml}')", None
         if not self.factory and not self.yaml:

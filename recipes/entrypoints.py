@@ -12,6 +12,7 @@ from nemo_run.cli.cli_parser import CLIException
 from rich.console import Console
 
 from nemo_dllm.cli.errors import USAGE, is_for_users, one_line
+from nemo_dllm.recipes.command_line import with_empty_text
 
 # Options that no parameter can be called by, as words of Python, and the parameters that they stand for.
 _ALIASES = {"for": "engine"}
@@ -51,7 +52,8 @@ class _Entrypoint(Entrypoint):
             option, is_named, value = argument.partition("=")
             name = aliases.get(option.removeprefix("--"))
             given = value if is_named or name is None else next(rest, None)
-            found.append(argument if name is None or given is None else f"{name}={given}")
+            argument = argument if name is None or given is None else f"{name}={given}"
+            found.append(with_empty_text(argument))
         if _OVERRIDES not in parameters:
             return found
         fields = [argument for argument in found if "." in argument.partition("=")[0]]

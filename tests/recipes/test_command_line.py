@@ -44,6 +44,7 @@ TINY = ("--factory", "mdlm_tiny")
         ((*TINY, "trainer.strategy.fsdp=x"), "trainer.strategy.fsdp=x cannot be read as megatron or pytorch or None"),
         ((*TINY, "trainer.max_steps=2.5"), "trainer.max_steps=2.5 cannot be read as int"),
         ((*TINY, "--trainer.max_steps=2"), "--trainer.max_steps=2 is neither an option of nemo llm pretrain nor"),
+        ((*TINY, "trainer.max_steps="), "trainer.max_steps='' cannot be read as int"),
         ((*TINY, "steps"), "steps is neither an option of nemo llm pretrain nor FIELD=VALUE"),
         (("--yaml", "absent.yaml"), "absent.yaml"),
     ],
@@ -104,6 +105,15 @@ def test_a_recipe_can_be_exported_and_read_back(export, recipes):
         expected.optim.config.lr = 0.5
         context = RunContext(name="pretrain", factory=f"saved(path='{file}')")
         assert context.parse_fn(llm.pretrain, ["optim.config.lr=0.5"]) == expected
+
+
+@pytest.mark.parametrize("value", ["", "''", '""'])
+def test_an_empty_text_is_one(value):
+    """A shell takes the quotes off."""
+    from nemo_dllm.recipes.command_line import read_recipe
+
+    recipe = "qwen3_0p6b_a2d_finetune(init_from='hf://name', dataset='chats.jsonl')"
+    assert read_recipe(recipe, [f"data.chat_template={value}"]).data.chat_template == ""
 
 
 def test_an_interrupted_run_is_no_success(pretrain, monkeypatch):
