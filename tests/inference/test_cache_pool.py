@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from nemo_dllm.collections.diffusion.inference.cache_pool import KEPT, SLOTS, CachePool
+from nemo_dllm.collections.diffusion.inference.cache_pool import KEPT, ROWS, SLOTS, CachePool
 from nemo_dllm.collections.diffusion.sampling.joining import Picked
 
 
@@ -15,9 +15,9 @@ def pool():
     return CachePool(None, torch.device("cpu"), most_bytes=1 << 20)
 
 
-def used(cache, value=1.0, recorded=True, width=2):
+def used(cache, value=1.0, recorded=True, width=2, rows=None):
     """Write a value at the first position, and keep it."""
-    rows = len(cache.held_BS)
+    rows = rows or len(cache.held_BS)
     window = cache.window(torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1, dtype=torch.bool))
     cache.write(0, window, torch.full((rows, 1, 1, width), value), torch.full((rows, 1, 1, width), -value))
     cache.hold(window)
@@ -50,18 +50,43 @@ def test_memory_without_recorded_passes_is_not_kept(pool):
     assert not pool._idle
 
 
+def test_rows_that_come_and_go_find_memory_that_was_left(pool):
+    made = [len(pool.new_cache(rows, 5).held_BS) for rows in (1, 2, 3, 4, 5, 9, 16, 17, 32, 33, 128)]
+    assert made == [1, 2, 4, 4, 8, 16, 16, 32, 32, 48, 128] and ROWS == 16
+    first = used(pool.new_cache(5, 100), rows=5)
+    memory = first.memory
+    del first
+    for rows in (8, 6, 7):
+        cache = pool.new_cache(rows, 100)
+        assert cache.memory is memory and not cache.held_BS.any()
+        used(cache, rows=rows)
+        del cache
+
+
+def test_a_pass_over_fewer_rows_is_over_the_first(pool):
+    cache = used(pool.new_cache(3, 5), 7.0, rows=3)
+    assert cache.held_BS[:, 0].tolist() == [True, True, True, False]
+    window = cache.window(torch.tensor([[2], [2]]), torch.tensor([[True], [False]]))
+    keys_BSHD, values_BSHD = cache.write(0, window, torch.full((2, 1, 1, 2), 9.0), torch.full((2, 1, 1, 2), -9.0))
+    assert keys_BSHD.shape[:2] == values_BSHD.shape[:2] == window.slot_ranks_BS.shape == (2, SLOTS)
+    assert keys_BSHD[:, :3, 0, 0].tolist() == [[7, 0, 9], [7, 0, 0]]
+    assert cache.memory.layers[0][0][2:, :3, 0, 0].tolist() == [[7, 0, 0], [0, 0, 0]]
+    cache.hold(window)
+    assert cache.held_BS[:, :3].sum(dim=1).tolist() == [2, 1, 1, 0]
+
+
 def test_the_oldest_go_where_there_are_too_many(pool):
-    for rows in range(1, KEPT + 3):
-        used(pool.new_cache(rows, 5))
-    assert [len(kept.memory.held_BS) for kept in pool._idle] == list(range(3, KEPT + 3))
+    for number in range(KEPT + 2):
+        used(pool.new_cache(2, SLOTS * number + 5), width=1)
+    assert [kept.memory.held_BS.size(1) // SLOTS for kept in pool._idle] == list(range(3, KEPT + 3))
 
 
 def test_the_oldest_go_where_they_take_too_much(pool):
     row = SLOTS * 2 * 128 * 4
     assert pool._most_bytes == 8 * row
-    for rows in (3, 4, 2, 9, 1):
+    for rows in (4, 2, 2, 16, 1):
         used(pool.new_cache(rows, 5), width=128)
-    # 3 and 4 leave room for one more row; 9 are more than the pool may keep, and push all others out.
+    # 16 are more than the pool may keep, and push all others out.
     assert [len(kept.memory.held_BS) for kept in pool._idle] == [1]
 
 

@@ -74,8 +74,9 @@ def test_what_other_shapes_leave_behind_does_not_matter(loaded, blocks):
         assert torch.equal(recorded(first), expected)
 
 
-def test_blocks_with_a_cache(both):
-    rows, size = 2, 4
+@pytest.mark.parametrize("rows", [2, 3])
+def test_blocks_with_a_cache(both, rows):
+    size = 4
     caches = [model.new_cache(rows, 40) for model in both]
     for step in range(10):
         tokens_BL = canvas(step, rows, size)
@@ -92,7 +93,7 @@ def test_blocks_with_a_cache(both):
         ]
         ends_B = real_BL.any(dim=1)
         torch.testing.assert_close(kept[0][ends_B], kept[1][ends_B], atol=2e-5, rtol=0)
-        assert torch.equal(caches[0].held_BS[:, :40], caches[1].held_BS[:, :40])
+        assert torch.equal(caches[0].held_BS[:rows, :40], caches[1].held_BS[:, :40])
     assert sorted(kind for kind, _ in caches[0].passes.names) == ["commit", "denoise"]
     assert both[1]._recorded is None
 
@@ -121,7 +122,7 @@ def test_the_next_cache_of_these_rows_and_slots_has_the_passes_of_the_last_one(b
     given = {"tokens_BL": tokens_BL, "positions_BL": positions_BL}
     given["key_mask_BL"] = torch.ones_like(tokens_BL, dtype=torch.bool)
     first, memories = None, []
-    for rows, positions in [(1, 8), (1, 9), (2, 8), (1, 200), (1, 90)]:
+    for rows, positions in [(1, 8), (1, 9), (2, 8), (1, 200), (1, 90), (7, 8), (5, 8)]:
         cache = both[0].new_cache(rows, positions)
         before = list(cache.passes.names)
         batch = {name: tensor.expand(rows, -1) for name, tensor in given.items()}
@@ -135,8 +136,9 @@ def test_the_next_cache_of_these_rows_and_slots_has_the_passes_of_the_last_one(b
         memories.append((cache.memory, len(before)))
         assert "denoise" in [kind for kind, _ in cache.passes.names]
         del cache
-    assert len({id(memory) for memory, _ in memories}) == 3
-    assert [recorded for _, recorded in memories] == [0, 1, 0, 0, 1]
+    assert len({id(memory) for memory, _ in memories}) == 4
+    # Seven and five rows have memory of eight.
+    assert [recorded for _, recorded in memories] == [0, 1, 0, 0, 1, 0, 1]
 
 
 def test_rows_that_are_joined_have_memory_of_the_pool(both):

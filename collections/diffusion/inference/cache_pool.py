@@ -14,6 +14,8 @@ from nemo_dllm.collections.diffusion.sampling import CacheMemory, KVCache
 
 SLOTS = 128
 """Slots of a cache are a multiple of this, so that texts of about one length share memory and passes."""
+ROWS = 16
+"""Its rows too, or a power of two below, so that rows which come and go do."""
 KEPT = 8
 """Memories of a pool that wait for a cache, at most."""
 SHARE = 8
@@ -37,7 +39,7 @@ class CachePool:
     """Where the caches of one model get their memory.
 
     A recorded pass reads and writes keys and values where they lie. What a cache leaves behind is therefore kept for
-    the next one of as many rows and slots, whose passes need not be recorded again.
+    the next one of about as many rows and slots, whose passes need not be recorded again.
 
     Args:
         recorder: of the model.
@@ -52,7 +54,7 @@ class CachePool:
 
     def new_cache(self, rows: int, positions: int) -> "PooledCache":
         """An empty cache; see ``CachedDenoiser``."""
-        shape = (rows, -(-(positions + 1) // SLOTS) * SLOTS)
+        shape = (_rows_for(rows), _multiple(positions + 1, SLOTS))
         idle = self._idle
         taken = next((kept for kept in reversed(idle) if kept.memory.held_BS.shape == shape), None)
         self._idle = tuple(kept for kept in idle if kept is not taken)
@@ -77,8 +79,16 @@ class CachePool:
         self._idle = idle
 
 
+def _rows_for(rows: int) -> int:
+    return 1 << (rows - 1).bit_length() if rows < ROWS else _multiple(rows, ROWS)
+
+
+def _multiple(least: int, of: int) -> int:
+    return -(-least // of) * of
+
+
 class PooledCache(KVCache):
-    """A cache with memory of a pool, and the passes that were recorded over it."""
+    """A cache with memory of a pool, for some rows more, and the passes that were recorded over it."""
 
     def __init__(self, pool: CachePool, of: RecordedMemory, rows: int, positions: int):
         super().__init__(rows, positions, memory=of.memory)

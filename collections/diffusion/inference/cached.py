@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys
@@ -98,7 +99,7 @@ class MegatronDenoiser:
             return self.core.encode(tokens_BT, positions_BT, self._pattern(positions_BT, key_mask_BT))
 
         inputs = (tokens_BT,) if key_mask_BT is None else (tokens_BT, key_mask_BT)
-        if not self._is_recorded(tokens_BT):
+        if not self._is_recorded(tokens_BT, len(tokens_BT)):
             return run(*inputs)
         return self._on(tokens_BT.device).canvases("canvas", run, run, *inputs)
 
@@ -127,7 +128,8 @@ class MegatronDenoiser:
             window = cache.window(positions_BL, key_mask_BL)
             return self.core.encode(tokens_BL, positions_BL, see(cache, window))
 
-        return self.core.logits(self._run_with(cache, "denoise", run, tokens_BL, positions_BL, key_mask_BL))
+        hidden_LBH = self._run_with(cache, "denoise", run, tokens_BL, positions_BL, key_mask_BL)
+        return self.core.logits(hidden_LBH[:, : len(tokens_BL)])
 
     @torch.no_grad()
     def score_and_keep(
@@ -150,7 +152,7 @@ class MegatronDenoiser:
             return hidden_LBH
 
         hidden_LBH = self._run_with(cache, "score and keep", run, tokens_BL, positions_BL, key_mask_BL, kept_BL)
-        return self.core.logits(hidden_LBH, columns_N * len(tokens_BL) + rows_N)
+        return self.core.logits(hidden_LBH, columns_N * hidden_LBH.size(1) + rows_N)
 
     @torch.no_grad()
     def commit(
@@ -174,7 +176,7 @@ class MegatronDenoiser:
         logits_BV = None
         for part in _whole_blocks(blocks_BL, key_mask_BL, max(COMMITTED_AT_ONCE // len(tokens_BL), 1)):
             given = (given_BL[:, part] for given_BL in (tokens_BL, positions_BL, key_mask_BL, blocks_BL))
-            part_BV = self._run_with(cache, "commit", run, *given)
+            part_BV = self._run_with(cache, "commit", run, *given)[: len(tokens_BL)]
             if logits_BV is None:
                 logits_BV = part_BV
             else:
@@ -184,17 +186,22 @@ class MegatronDenoiser:
     def _run_with(
         self, cache: KVCache, name: str, run: Callable[..., Tensor], tokens_BL: Tensor, *inputs: Tensor
     ) -> Tensor:
-        """``run(see, tokens, *inputs)``, recorded where that pays."""
+        """``run(see, tokens, *inputs)``, recorded where that pays, and then over further rows, which are idle."""
+        inputs_BL = (tokens_BL, *inputs)
         # A cache gets its memory from the first pass.
-        recorded = isinstance(cache, PooledCache) and cache.memory.layers and self._is_recorded(tokens_BL)
-        if not recorded or tokens_BL.size(1) > RECORDED_LENGTH:
-            return run(_see_held, tokens_BL, *inputs)
+        if not isinstance(cache, PooledCache) or not cache.memory.layers or tokens_BL.size(1) > RECORDED_LENGTH:
+            return run(_see_held, *inputs_BL)
+        rows = len(cache.held_BS)
+        if not self._is_recorded(tokens_BL, rows):
+            return run(_see_held, *inputs_BL)
+        if len(tokens_BL) < rows:
+            inputs_BL = [F.pad(x_BL, (0, 0, 0, rows - len(x_BL))) for x_BL in inputs_BL]
         kind = (name, cache.held_BS.shape)
-        return cache.passes(kind, partial(run, _see_held), partial(run, _see_all), tokens_BL, *inputs)
+        return cache.passes(kind, partial(run, _see_held), partial(run, _see_all), *inputs_BL)
 
-    def _is_recorded(self, tokens_BL: Tensor) -> bool:
-        """Whether a pass over these tokens takes longer to launch than to run."""
-        return self._records and tokens_BL.is_cuda and tokens_BL.numel() <= RECORDED_AT_ONCE
+    def _is_recorded(self, tokens_BL: Tensor, rows: int) -> bool:
+        """Whether a pass over as many tokens in so many rows takes longer to launch than to run."""
+        return self._records and tokens_BL.is_cuda and rows * tokens_BL.size(1) <= RECORDED_AT_ONCE
 
     def _on(self, device: torch.device) -> "Recorded":
         """What is recorded, of a model on this GPU."""

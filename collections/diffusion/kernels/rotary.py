@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_HEADS = 16
-"""Heads in flight in one program."""
+_HEADS, _NORMALISED_HEADS, _BACKWARD_HEADS = 32, 8, 16
+"""Heads in flight in one program, forward as they are and normalised, and backward."""
 _PROGRAMS_PER_PROCESSOR = 8
 
 
@@ -31,10 +31,7 @@ class _Shape(NamedTuple):
 def split_norm_rotate(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, table: Tensor | None, num_groups: int, head: int, eps
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``nemo_dllm.collections.diffusion.attention.self_attention.split_norm_rotate``.
-
-    Where no gradient is asked for, the values are a view of ``qkv``.
-    """
+    """See ``attention.self_attention.split_norm_rotate``; without gradients, the values are a view of ``qkv``."""
     if torch.is_grad_enabled():
         return _SplitNormRotate.apply(qkv, q_weight, k_weight, table, num_groups, head, eps)
     qkv = qkv.contiguous()
@@ -60,8 +57,9 @@ def _forward(qkv: Tensor, value: Tensor | None, weights: tuple, table: Tensor | 
     """Queries and keys; writes the values where they are to be."""
     query = qkv.new_empty(*qkv.shape[:2], shape.groups * (shape.slots - 2), shape.head)
     key = qkv.new_empty(*qkv.shape[:2], shape.groups, shape.head)
-    grid = shape.tokens, triton.cdiv(shape.groups * shape.slots, _HEADS)
-    constants = _constants(shape, weights[0], table)
+    heads = _HEADS if weights[0] is None else _NORMALISED_HEADS
+    grid = shape.tokens, triton.cdiv(shape.groups * shape.slots, heads)
+    constants = _constants(shape, weights[0], table, heads)
     _forward_kernel[grid](qkv, query, key, value, *weights, table, eps, *constants, num_warps=4)
     return query, key
 
@@ -97,7 +95,7 @@ class _SplitNormRotate(torch.autograd.Function):
             table,
             ctx.eps,
             shape.tokens,
-            *_constants(shape, q_weight, table),
+            *_constants(shape, q_weight, table, _BACKWARD_HEADS),
             num_warps=4,
         )
         weight_grads = (None, None)
@@ -106,7 +104,7 @@ class _SplitNormRotate(torch.autograd.Function):
         return grad_qkv, *weight_grads, None, None, None, None
 
 
-def _constants(shape: _Shape, q_weight: Tensor | None, table: Tensor | None) -> tuple:
+def _constants(shape: _Shape, q_weight: Tensor | None, table: Tensor | None, heads: int) -> tuple:
     half = shape.rotary // 2
     return (
         shape.tokens // shape.batch * shape.table_batch * shape.rotary,  # from cosines to sines
@@ -118,7 +116,7 @@ def _constants(shape: _Shape, q_weight: Tensor | None, table: Tensor | None) -> 
         shape.table_batch,
         q_weight is not None,
         table is not None,
-        _HEADS,
+        heads,
         triton.next_power_of_2(half),
         triton.next_power_of_2(max(shape.head - 2 * half, 1)),
     )

@@ -68,13 +68,14 @@ class KVCache:
     """Keys and values of every layer in one slot per position; layers appear as they are first written.
 
     A pass asks for its ``window``, sends each layer's keys and values through ``write``, and attends to the slots that
-    are ``visible_BLS``. It writes in place: what it writes is visible to itself alone unless ``hold`` keeps it.
+    are ``visible_BLS``. It writes in place: what it writes is visible to itself alone unless ``hold`` keeps it. A pass
+    over fewer rows than there is memory for is one over the first of them.
 
     Args:
         rows: rows of the batch.
         positions: longest row, in tokens.
         device: where keys and values are.
-        memory: to write to, all zeros, of these rows and at least one slot more than positions; the cache's alone, as
+        memory: to write to, all zeros, of at least these rows and one slot more than positions; the cache's alone, as
             long as it lives. None makes some.
     """
 
@@ -131,7 +132,8 @@ class KVCache:
         if ranks_BL is None:
             ranks_BL = slots_BL.new_zeros(len(slots_BL), 1)
         ranks_BL = ranks_BL.int()
-        slot_ranks_BS = torch.full_like(self.held_BS, HIDDEN, dtype=torch.int32).masked_fill_(self.held_BS, _HELD)
+        held_BS = self.held_BS[: len(slots_BL)]
+        slot_ranks_BS = torch.full_like(held_BS, HIDDEN, dtype=torch.int32).masked_fill_(held_BS, _HELD)
         slot_ranks_BS.scatter_(1, slots_BL, ranks_BL.expand_as(slots_BL))
         slot_ranks_BS[:, self._padding_slot] = HIDDEN
         return CacheWindow(slots_BL, (slots_BL.T + first_B).flatten(), ranks_BL, slot_ranks_BS)
@@ -146,12 +148,13 @@ class KVCache:
         for kept_BSHD, new_BLHD in zip(kept, (keys_BLHD, values_BLHD), strict=True):
             # Position by position, as layers lay them: rows by rows they would be copied first.
             kept_BSHD.flatten(0, 1).index_copy_(0, window.places_N, new_BLHD.transpose(0, 1).flatten(0, 1))
-        return kept
+        return tuple(kept_BSHD[: len(keys_BLHD)] for kept_BSHD in kept)
 
     def hold(self, window: CacheWindow, kept_BL: Tensor | None = None) -> None:
         """Keep what the pass has written, for later passes; with ``kept_BL``, bool, at these positions only."""
         slots_BL = window.slots_BL
         if kept_BL is not None:
             slots_BL = slots_BL.where(kept_BL, self._padding_slot)
+        # Of the first rows; the others stay as they are.
         self.held_BS.scatter_(1, slots_BL, True)
         self.held_BS[:, self._padding_slot] = False
