@@ -8,7 +8,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 USAGE = 2
 """Exit code of what a user can mend, as shells and the parsers of options have it."""
@@ -31,7 +31,7 @@ def is_for_users(error: BaseException) -> bool:
     """Whether one of our checks raised it, the reader of arguments, a constructor that a recipe calls, or a disk."""
     if type(error).__module__.startswith("nemo_run.cli"):
         return True
-    if _BUILDING in str(error):
+    if is_of_building(error):
         return True
     if _is_of_a_place(error):
         return True
@@ -42,6 +42,11 @@ def is_for_users(error: BaseException) -> bool:
         traceback = traceback.tb_next
     module = traceback.tb_frame.f_globals.get("__name__", "")
     return module.partition(".")[0] in ("nemo_dllm", "nemo_run")
+
+
+def is_of_building(error: BaseException) -> bool:
+    """Whether a constructor that a recipe calls has raised it."""
+    return _BUILDING in str(error)
 
 
 def _is_of_a_place(error: BaseException) -> bool:
@@ -77,16 +82,23 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
     return message
 
 
+def _is_of_a_value(error: BaseException) -> bool:
+    return isinstance(error, ValueError | FileNotFoundError | NotADirectoryError)
+
+
 @contextlib.contextmanager
-def refused_once() -> Iterator[None]:
+def refused_once(is_refusal: Callable[[BaseException], bool] = _is_of_a_value) -> Iterator[None]:
     """Let an error of the settings, which all processes of a run find, come from the one that :func:`has_the_word`.
 
     The others exit with code 1, a moment later.
+
+    Args:
+        is_refusal: tells such an error from others, which any process raises.
     """
     try:
         yield
-    except (ValueError, FileNotFoundError):
-        if has_the_word():
+    except Exception as error:
+        if not is_refusal(error) or has_the_word():
             raise
         raise SystemExit(1) from None
 
