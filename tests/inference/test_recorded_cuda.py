@@ -141,6 +141,30 @@ def test_the_next_cache_of_these_rows_and_slots_has_the_passes_of_the_last_one(b
     assert [recorded for _, recorded in memories] == [0, 1, 0, 0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_prompts_of_about_one_length_share_a_pass(both, rows):
+    caches, lengths = [], (70, 128, 100, 65, 90)
+    for length in lengths:
+        tokens_BL = canvas(length, rows, length)
+        positions_BL = torch.arange(length).cuda().expand(rows, -1)
+        real_BL = torch.ones_like(tokens_BL, dtype=torch.bool)
+        real_BL[-1, length // 2 :] = False
+        given = {"tokens_BL": tokens_BL, "positions_BL": positions_BL, "key_mask_BL": real_BL}
+        block = {name: tensor[:, :4] for name, tensor in given.items()} | {"positions_BL": positions_BL[:, :4] + length}
+        results = []
+        for model in both:
+            cache = model.new_cache(rows, 140)
+            kept = model.commit(cache=cache, blocks_BL=positions_BL // 4, **given)
+            results.append((kept, *(model.denoise(cache=cache, **block) for _ in range(3))))
+            caches.append(cache.memory)
+        torch.testing.assert_close(*(torch.cat([x.flatten() for x in result]) for result in results), atol=2e-5, rtol=0)
+        passes = getattr(cache, "passes", None)
+        del cache, passes
+    assert len({id(memory) for memory in caches[::2]}) == 1
+    kinds = [(kind, shape[1]) for ((kind, _), (shape, _), *_) in both[0]._recorded.caches._idle[0].passes._graphs]
+    assert sorted(kinds) == [("commit", 128), ("denoise", 4)]
+
+
 def test_rows_that_are_joined_have_memory_of_the_pool(both):
     from nemo_dllm.collections.diffusion.sampling.joining import Picked
 

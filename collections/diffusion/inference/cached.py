@@ -23,8 +23,8 @@ COMMITTED_AT_ONCE = 1 << 15
 """Tokens that one pass encodes, of all rows together: what their layers hold meanwhile grows with it."""
 RECORDED_AT_ONCE = 1 << 12
 """Tokens of a pass, of all rows together, up to which launching it takes longer than running it."""
-RECORDED_LENGTH = 64
-"""Tokens of a row, in a pass with a cache. Prompts are longer, and have a length of their own each."""
+RECORDED_LENGTHS = 64
+"""Longer passes with a cache, as of prompts, are recorded over a multiple of so many positions, the last ones idle."""
 
 
 See = Callable[[KVCache, CacheWindow], CachedKeys]
@@ -99,7 +99,7 @@ class MegatronDenoiser:
             return self.core.encode(tokens_BT, positions_BT, self._pattern(positions_BT, key_mask_BT))
 
         inputs = (tokens_BT,) if key_mask_BT is None else (tokens_BT, key_mask_BT)
-        if not self._is_recorded(tokens_BT, len(tokens_BT)):
+        if not self._is_recorded(tokens_BT.device, tokens_BT.numel()):
             return run(*inputs)
         return self._on(tokens_BT.device).canvases("canvas", run, run, *inputs)
 
@@ -129,7 +129,7 @@ class MegatronDenoiser:
             return self.core.encode(tokens_BL, positions_BL, see(cache, window))
 
         hidden_LBH = self._run_with(cache, "denoise", run, tokens_BL, positions_BL, key_mask_BL)
-        return self.core.logits(hidden_LBH[:, : len(tokens_BL)])
+        return self.core.logits(hidden_LBH[: tokens_BL.size(1), : len(tokens_BL)])
 
     @torch.no_grad()
     def score_and_keep(
@@ -186,22 +186,26 @@ class MegatronDenoiser:
     def _run_with(
         self, cache: KVCache, name: str, run: Callable[..., Tensor], tokens_BL: Tensor, *inputs: Tensor
     ) -> Tensor:
-        """``run(see, tokens, *inputs)``, recorded where that pays, and then over further rows, which are idle."""
+        """``run(see, tokens, *inputs)``, recorded where that pays: maybe over further rows and positions, all idle."""
         inputs_BL = (tokens_BL, *inputs)
         # A cache gets its memory from the first pass.
-        if not isinstance(cache, PooledCache) or not cache.memory.layers or tokens_BL.size(1) > RECORDED_LENGTH:
+        if not isinstance(cache, PooledCache) or not cache.memory.layers:
             return run(_see_held, *inputs_BL)
-        rows = len(cache.held_BS)
-        if not self._is_recorded(tokens_BL, rows):
+        (given_rows, given_length), rows = tokens_BL.shape, len(cache.held_BS)
+        length = given_length
+        if length > RECORDED_LENGTHS:
+            length = -(-length // RECORDED_LENGTHS) * RECORDED_LENGTHS
+        if not self._is_recorded(tokens_BL.device, rows * length):
             return run(_see_held, *inputs_BL)
-        if len(tokens_BL) < rows:
-            inputs_BL = [F.pad(x_BL, (0, 0, 0, rows - len(x_BL))) for x_BL in inputs_BL]
+        if (rows, length) != tokens_BL.shape:
+            idle = (0, length - given_length, 0, rows - given_rows)
+            inputs_BL = [F.pad(x_BL, idle) for x_BL in inputs_BL]
         kind = (name, cache.held_BS.shape)
         return cache.passes(kind, partial(run, _see_held), partial(run, _see_all), *inputs_BL)
 
-    def _is_recorded(self, tokens_BL: Tensor, rows: int) -> bool:
-        """Whether a pass over as many tokens in so many rows takes longer to launch than to run."""
-        return self._records and tokens_BL.is_cuda and rows * tokens_BL.size(1) <= RECORDED_AT_ONCE
+    def _is_recorded(self, device: torch.device, tokens: int) -> bool:
+        """Whether a pass over so many tokens takes longer to launch than to run."""
+        return self._records and device.type == "cuda" and tokens <= RECORDED_AT_ONCE
 
     def _on(self, device: torch.device) -> "Recorded":
         """What is recorded, of a model on this GPU."""
