@@ -94,9 +94,9 @@ class PatternAttention(nn.Module):
 
     Args:
         bidirectional: kernel where every token sees every real token (:func:`~masks.sees_all_real_tokens`).
-        patterned: kernel of every other pattern. Generation takes :func:`~ranked.ranked` in place of :func:`sdpa` and
-            :func:`flex` where it can, and never :func:`flex`, which would compile nearly every call, as each has
-            another length.
+        patterned: kernel of every other pattern. Generation (a cache, or blocks in evaluation mode) takes
+            :func:`~ranked.ranked` in place of :func:`sdpa` and :func:`flex` where it can, and never :func:`flex`,
+            which would compile nearly every call, as each has another length.
     """
 
     def __init__(

@@ -88,9 +88,10 @@ def diffusion_block_spec(
             torch norms) or ``auto`` (Transformer Engine where installed).
         attention_backend: what computes attention where every token sees every real token, and elsewhere:
             ``sdpa`` (torch's fused kernels; elsewhere with a dense mask), ``te`` (Transformer Engine; elsewhere
-            FlexAttention), ``flex`` (FlexAttention, but for generation), ``eager`` (spelled out, for tests) or
-            ``auto``: ``te`` with Transformer Engine's layers and without context parallelism, else ``sdpa``; elsewhere
-            FlexAttention on a GPU, ``sdpa`` on a CPU.
+            FlexAttention), ``flex`` (FlexAttention), ``eager`` (spelled out, for tests) or ``auto``: ``te`` with
+            Transformer Engine's layers and without context parallelism, else ``sdpa``; elsewhere FlexAttention on a
+            GPU, ``sdpa`` on a CPU. Generation with blocks or a cache has :func:`~ranked.ranked` on a GPU, else
+            ``sdpa``, for all of them but ``eager``; and evaluation ``sdpa`` for ``te``.
 
     Raises:
         ValueError: for what these layers do not compute, naming the field.
