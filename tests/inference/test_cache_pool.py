@@ -1,6 +1,6 @@
 """Memory of caches that are gone. Shape letters: B rows, L positions of a pass, H heads, D head size."""
 
-import gc
+import weakref
 
 import pytest
 import torch
@@ -103,8 +103,22 @@ def test_joined_rows_have_memory_of_the_pool(pool):
     assert pool.new_cache(2, 299).memory is memory
 
 
-def test_nothing_is_left_when_the_pool_goes_first(pool):
+def test_nothing_is_left_when_the_pool_goes_first():
+    pool = CachePool(None, torch.device("cpu"), most_bytes=1 << 20)
     cache = used(pool.new_cache(1, 5))
+    kept = [weakref.ref(part) for part in (pool, cache.memory, cache.passes)]
     del pool
+    assert all(part() is not None for part in kept)
     del cache
-    gc.collect()
+    # Not even until garbage is collected.
+    assert all(part() is None for part in kept)
+
+
+def test_memory_that_was_made_in_inference_mode_serves_outside_of_it(pool):
+    with torch.inference_mode():
+        memory = used(pool.new_cache(2, 100)).memory
+    cache = used(pool.new_cache(2, 100), 3.0)
+    assert cache.memory is memory
+    with torch.inference_mode():
+        used(cache, 4.0)
+    assert cache.memory.layers[0][0][:, 0].unique().tolist() == [4.0]

@@ -55,6 +55,18 @@ def test_a_canvas(both, padded):
     assert both[0]._recorded.canvases.names == ["canvas"] and both[1]._recorded is None
 
 
+@pytest.mark.parametrize("first, then", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
+def test_what_is_recorded_in_inference_mode_is_replayed_outside_and_the_other_way_round(both, loaded, first, then):
+    config = SamplerConfig(max_new_tokens=24, block_size=4, cache="exact")
+    for context in (first, first, first, then):
+        with context():
+            written = [
+                generate(model, PROMPTS, config, mask_token_id=loaded.mask_token_id, device="cuda") for model in both
+            ]
+            recorded, plain = ([row.tolist() for row in result.completions] for result in written)
+            assert recorded == plain and torch.equal(*(model(canvas(0)) for model in both))
+
+
 @pytest.mark.parametrize("blocks", [False, True])
 def test_what_other_shapes_leave_behind_does_not_matter(loaded, blocks):
     """Masks and angles that are made of sizes alone are kept for the latest few sizes only."""

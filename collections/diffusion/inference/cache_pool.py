@@ -59,8 +59,7 @@ class CachePool:
         taken = next((kept for kept in reversed(idle) if kept.memory.held_BS.shape == shape), None)
         self._idle = tuple(kept for kept in idle if kept is not taken)
         if taken is None:
-            memory = CacheMemory(torch.zeros(shape, dtype=torch.bool, device=self._device))
-            taken = RecordedMemory(memory, RecordedPasses(self._recorder))
+            taken = RecordedMemory(CacheMemory.empty(*shape, self._device), RecordedPasses(self._recorder))
         else:
             torch._foreach_zero_(
                 [taken.memory.held_BS, *(part for layer in taken.memory.layers.values() for part in layer)]

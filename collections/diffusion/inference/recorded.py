@@ -40,10 +40,13 @@ class Recorder:
         """The pass as a graph; None where it cannot be recorded, of which a warning says why."""
         try:
             with torch.cuda.device(self._device):
+                # What is recorded in inference mode may be replayed outside of it.
+                with torch.inference_mode(False):
+                    kept = [tensor.clone() for tensor in inputs]
                 if self._first is None:
                     # A pool is dead for good when the last of its graphs is forgotten.
                     self._first = self._capture(torch.clone, [inputs[0].new_zeros(1)])
-                return self._capture(run, [tensor.clone() for tensor in inputs])
+                return self._capture(run, kept)
         except torch.OutOfMemoryError:
             return None
         except RuntimeError as error:

@@ -56,11 +56,19 @@ class CacheMemory:
     held_BS: Tensor
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
+    @classmethod
+    def empty(cls, rows: int, slots: int, device: torch.device | str | None) -> Self:
+        """Memory that nothing was written to."""
+        # A cache that is made in inference mode may be written to outside of it.
+        with torch.inference_mode(False):
+            return cls(torch.zeros(rows, slots, dtype=torch.bool, device=device))
+
     def layer(self, number: int, like_BLHD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer; zeros, of heads and dtype as given, where it has none yet."""
         if number not in self.layers:
             shape = (*self.held_BS.shape, *like_BLHD.shape[2:])
-            self.layers[number] = (like_BLHD.new_zeros(shape), like_BLHD.new_zeros(shape))
+            with torch.inference_mode(False):
+                self.layers[number] = (like_BLHD.new_zeros(shape), like_BLHD.new_zeros(shape))
         return self.layers[number]
 
 
@@ -88,7 +96,7 @@ class KVCache:
         memory: CacheMemory | None = None,
     ):
         if memory is None:
-            memory = CacheMemory(torch.zeros(rows, positions + 1, dtype=torch.bool, device=device))
+            memory = CacheMemory.empty(rows, positions + 1, device)
         self.memory = memory
         self._padding_slot = memory.held_BS.size(1) - 1
 
