@@ -1,11 +1,12 @@
 """Memory of caches that are gone. Shape letters: B rows, L positions of a pass, H heads, D head size."""
 
 import weakref
+from threading import Thread
 
 import pytest
 import torch
 
-from nemo_dllm.collections.diffusion.inference.cache_pool import KEPT, ROWS, SLOTS, CachePool
+from nemo_dllm.collections.diffusion.inference.cache_pool import KEPT, ROWS, SLOTS, CachePool, RecordedMemory
 from nemo_dllm.collections.diffusion.sampling.joining import Picked
 
 
@@ -101,6 +102,45 @@ def test_joined_rows_have_memory_of_the_pool(pool):
     memory = joined.memory
     del joined
     assert pool.new_cache(2, 299).memory is memory
+
+
+def test_memory_is_one_caches_whichever_thread_another_one_ends_on(pool, monkeypatch):
+    """As where an error that is handed to another thread was the last to know of a cache."""
+    first, second = (used(pool.new_cache(2, positions)) for positions in (5, 200))
+    memory, size = first.memory, RecordedMemory.size
+    del first
+    caches, threads = [], []
+
+    def size_while_another_begins(kept):
+        if not threads:
+            threads.append(Thread(target=lambda: caches.append(pool.new_cache(2, 5))))
+            threads[0].start()
+            threads[0].join(timeout=0.2)
+        return size.fget(kept)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordedMemory, "size", property(size_while_another_begins))
+        del second
+        threads[0].join()
+    assert caches[0].memory is memory
+    assert pool.new_cache(2, 5).memory is not memory
+
+
+def test_a_cache_may_end_while_another_begins(pool, monkeypatch):
+    """On the same thread, where garbage is collected: nobody waits, and no memory is given to two."""
+    cache = used(pool.new_cache(2, 5))
+    memory, size = cache.memory, RecordedMemory.size
+    left = [used(pool.new_cache(2, 200)), used(pool.new_cache(2, 400))]
+
+    def size_while_another_ends(kept):
+        if left:
+            left.pop()
+        return size.fget(kept)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordedMemory, "size", property(size_while_another_ends))
+        del cache
+    assert not left and memory in [kept.memory for kept in pool._idle]
 
 
 def test_nothing_is_left_when_the_pool_goes_first():

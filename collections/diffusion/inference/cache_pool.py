@@ -4,6 +4,7 @@ Torch only. Shape letters: B rows, S slots.
 """
 
 from dataclasses import dataclass
+from threading import RLock
 from typing import Self
 from weakref import finalize
 
@@ -49,15 +50,17 @@ class CachePool:
 
     def __init__(self, recorder: Recorder, device: torch.device, most_bytes: int):
         self._recorder, self._device, self._most_bytes = recorder, device, most_bytes
-        # Replaced and never changed: a cache may end, and give its memory back, at any time.
+        # A cache may end, and give its memory back, at any time: on another thread, or on this one between two lines.
+        self._lock = RLock()
+        # Replaced and never changed.
         self._idle: tuple[RecordedMemory, ...] = ()
 
     def new_cache(self, rows: int, positions: int) -> "PooledCache":
         """An empty cache; see ``CachedDenoiser``."""
         shape = (_rows_for(rows), _multiple(positions + 1, SLOTS))
-        idle = self._idle
-        taken = next((kept for kept in reversed(idle) if kept.memory.held_BS.shape == shape), None)
-        self._idle = tuple(kept for kept in idle if kept is not taken)
+        with self._lock:
+            taken = next((kept for kept in reversed(self._idle) if kept.memory.held_BS.shape == shape), None)
+            self._idle = tuple(kept for kept in self._idle if kept is not taken)
         if taken is None:
             taken = RecordedMemory(CacheMemory.empty(*shape, self._device), RecordedPasses(self._recorder))
         else:
@@ -72,10 +75,11 @@ class CachePool:
         """Keep what a cache has left; the oldest go where that is too much."""
         if not left.passes.names:
             return
-        idle = (*self._idle, left)[-KEPT:]
-        while sum(kept.size for kept in idle) > self._most_bytes:
-            idle = idle[1:]
-        self._idle = idle
+        with self._lock:
+            idle = (*self._idle, left)[-KEPT:]
+            while sum(kept.size for kept in idle) > self._most_bytes:
+                idle = idle[1:]
+            self._idle = idle
 
 
 def _rows_for(rows: int) -> int:
