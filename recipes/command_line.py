@@ -180,8 +180,12 @@ def _no_such_recipe(factory: str, command: str) -> str:
     if name in RECIPES:
         other = {"pretrain": "finetune", "finetune": "pretrain"}[command]
         return f"--factory {name} is a recipe of `{other}`, not of `{command}`"
-    near = _near(name, RECIPES)
-    return f"--factory {name} is unknown; {near or 'see'} (`nemo-dllm recipes` lists all)"
+    return f"--factory {name} is unknown; {hint_of_recipes(name)}"
+
+
+def hint_of_recipes(name: str) -> str:
+    """What to name instead of a recipe that there is none of."""
+    return " ".join(filter(None, (near_names(name, RECIPES), "`nemo-dllm recipes` lists the names")))
 
 
 def _explain(error: CLIException, recipe: run.Partial | dict) -> str:
@@ -203,7 +207,7 @@ def _explain(error: CLIException, recipe: run.Partial | dict) -> str:
         return f"{key} is unknown"
     fields = _fields(owner)
     known = ", ".join(fields) if len(fields) <= MAX_LISTED else f"the fields of {owner.__fn_or_cls__.__name__}"
-    return f"{key} is unknown; {_near(field, fields, '.'.join([*parents, ''])) or f'known: {known}'}"
+    return f"{key} is unknown; {near_names(field, fields, '.'.join([*parents, ''])) or f'known: {known}'}"
 
 
 def _kinds(expected: type) -> list[str]:
@@ -215,8 +219,10 @@ def _kinds(expected: type) -> list[str]:
     return ["None" if expected is type(None) else getattr(expected, "__name__", str(expected))]
 
 
-def _near(name: str, known: dict | list, prefix: str = "") -> str:
-    matches = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+def near_names(name: str, known: dict | list, prefix: str = "") -> str:
+    """A question after known names that begin with a name, or else resemble it; nothing where none does."""
+    longer = [other for other in known if name and other.startswith(name)]
+    matches = longer[:3] or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     return f"did you mean {' or '.join(prefix + match for match in matches)}?" if matches else ""
 
 

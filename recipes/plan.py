@@ -1,12 +1,11 @@
 """Whether a recipe fits its GPUs, and layouts that do."""
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 import nemo_run as run
 
 from nemo_dllm.recipes.builder import GPUS_PER_NODE, RECIPES
-from nemo_dllm.recipes.command_line import read_recipe
+from nemo_dllm.recipes.command_line import hint_of_recipes, read_recipe
 from nemo_dllm.recipes.executors import number_of_devices
 from nemo_dllm.recipes.memory import MemoryEstimate
 from nemo_dllm.recipes.planner import RESERVE_GB, Planner
@@ -40,13 +39,12 @@ def plan(
     """
     name = recipe.partition("(")[0]
     if name not in RECIPES:
-        near = " or ".join(get_close_matches(name, RECIPES))
-        hint = f"did you mean {near}? " if near else ""
-        raise ValueError(f"recipe={recipe!r} is unknown; {hint}`nemo-dllm recipes` lists the names")
+        raise ValueError(f"recipe={recipe!r} is unknown; {hint_of_recipes(name)}")
     edited = read_recipe(recipe, overrides)
     gpus, largest_node = _gpus(gpus, edited, overrides)
     if gpus < 1:
         raise ValueError(f"gpus={gpus} must be at least 1")
+    _check_rows(edited.data)
     if not memory > RESERVE_GB:
         raise ValueError(f"memory={memory:g} GB must be above the {RESERVE_GB:g} GB that are left free")
     planner = Planner(edited, largest_node)
@@ -79,6 +77,13 @@ def _gpus(gpus: int | None, recipe: run.Partial, overrides: Sequence[str]) -> tu
             f"gpus={gpus} is another number than trainer.devices={devices} x trainer.num_nodes={nodes}; leave one out"
         )
     return devices * nodes, devices
+
+
+def _check_rows(data: run.Config) -> None:
+    """Check what a data module refuses, and no layout could mend; whether batches divide depends on the layout."""
+    for field in ("seq_length", "micro_batch_size", "global_batch_size"):
+        if (size := getattr(data, field)) < 1:
+            raise ValueError(f"data.{field}={size} must be at least 1")
 
 
 def _why_nothing_fits(planner: Planner, gpus: int, memory: float) -> str:

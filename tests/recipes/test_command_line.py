@@ -29,7 +29,8 @@ TINY = ("--factory", "mdlm_tiny")
     [
         ((), "no recipe is named; add --factory NAME"),
         (("--factory", "mdlm_tyny"), "--factory mdlm_tyny is unknown; did you mean mdlm_tiny or bd3lm_tiny"),
-        (("--factory", "xyzzy"), "--factory xyzzy is unknown; see (`nemo-dllm recipes` lists all)"),
+        (("--factory", "qwen3_8b_mdlm"), "did you mean qwen3_8b_mdlm_pretrain or qwen3_8b_mdlm_finetune"),
+        (("--factory", "xyzzy"), "--factory xyzzy is unknown; `nemo-dllm recipes` lists the names"),
         (
             ("--factory", "qwen3_0p6b_mdlm_finetune"),
             "--factory qwen3_0p6b_mdlm_finetune is a recipe of `finetune`, not of `pretrain`",

@@ -234,8 +234,10 @@ def test_what_cannot_fit_is_refused(plan):
     assert "1,852 GB; it takes 32 of them" in str(e.value)
     with pytest.raises(ValueError, match="no number of them is enough; take GPUs of more memory"):
         plan("llada2_flash_pretrain", gpus=8, memory=11)
-    with pytest.raises(ValueError, match="recipe='qwen' is unknown; `nemo-dllm recipes` lists the names"):
-        plan("qwen")
+    with pytest.raises(ValueError, match="recipe='qwem' is unknown; `nemo-dllm recipes` lists the names"):
+        plan("qwem")
+    with pytest.raises(ValueError, match="recipe='qwen3_8b_mdlm' is unknown; did you mean qwen3_8b_mdlm_pretrain or"):
+        plan("qwen3_8b_mdlm")
     with pytest.raises(ValueError, match="gpus=0 must be at least 1"):
         plan("mdlm_tiny", gpus=0)
 
@@ -309,11 +311,14 @@ def test_the_number_of_gpus_is_the_trainer_s_where_that_is_said(plan):
     [
         ("data.seq_lengthh=4", "^data.seq_lengthh is unknown; did you mean data.seq_length"),
         ("data.seq_length=x", "^data.seq_length=x cannot be read as int"),
+        ("data.seq_length=0", "^data.seq_length=0 must be at least 1$"),
+        ("data.micro_batch_size=0", "^data.micro_batch_size=0 must be at least 1$"),
+        ("data.global_batch_size=-8", "^data.global_batch_size=-8 must be at least 1$"),
         ("data.seq_length", "^data.seq_length is neither an option .* nor FIELD=VALUE$"),
     ],
 )
 @pytest.mark.parametrize("recipe", ["qwen3_8b_mdlm_pretrain", "qwen3_8b_mdlm_finetune", "qwen3_8b_mdlm_lora"])
-def test_fields_that_a_recipe_does_not_have(plan, recipe, override, message):
+def test_fields_that_mean_nothing_to_a_recipe(plan, recipe, override, message):
     with pytest.raises(ValueError, match=message):
         plan(recipe, overrides=[override])
 
