@@ -188,8 +188,8 @@ class MegatronDenoiser:
     ) -> Tensor:
         """``run(see, tokens, *inputs)``, recorded where that pays: maybe over further rows and positions, all idle."""
         inputs_BL = (tokens_BL, *inputs)
-        # A cache gets its memory from the first pass.
-        if not isinstance(cache, PooledCache) or not cache.memory.layers:
+        # A cache gets its memory from the first pass that gets through all layers.
+        if not isinstance(cache, PooledCache) or len(cache.memory.layers) < len(self.core.decoder.layers):
             return run(_see_held, *inputs_BL)
         (given_rows, given_length), rows = tokens_BL.shape, len(cache.held_BS)
         length = given_length
