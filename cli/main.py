@@ -126,7 +126,9 @@ def export_hf(
 @app.command()
 def verify(
     hf_path: Annotated[Path, typer.Argument(metavar="HF_DIR", exists=True, help="Hugging Face folder.")],
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", exists=True, help="What was made of it.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", exists=True, help="Run, NeMo checkpoint or another such folder.")
+    ],
     tolerance: Annotated[float, typer.Option(help="Largest absolute difference of weights and logits.")] = 1e-3,
     verbose: Verbose = False,
 ) -> None:

@@ -83,6 +83,7 @@ def verify(hf_path: str, checkpoint: str, tolerance: float = 1e-3) -> None:
     """Compare weights and logits of a checkpoint with a Hugging Face checkpoint; exit code 1 where they differ.
 
     Args:
-        hf_path, checkpoint, tolerance: see :func:`verify_checkpoint`.
+        hf_path, tolerance: see :func:`verify_checkpoint`.
+        checkpoint: as well, or a run, whose latest one it then is.
     """
-    verify_and_print(hf_path, checkpoint, tolerance)
+    verify_and_print(hf_path, locate_checkpoint(checkpoint).path, tolerance)
