@@ -76,12 +76,15 @@ def of_validation(errors: Sequence[Mapping[str, Any]], content_type: str) -> Req
         return RequestError(400, f"the body is no JSON: {first['ctx']['error']}", code="invalid_json")
     if len(first["loc"]) < 2:
         fix = "" if "json" in content_type else "; send JSON with Content-Type: application/json"
-        return RequestError(422, f"the body is no JSON object: {first['msg']}{fix}", code="invalid_value")
+        what = "empty" if first["type"] == "missing" else "no JSON object"
+        return RequestError(422, f"the body is {what}{fix or '; send an object of fields'}", code="invalid_value")
     field = str(first["loc"][1])
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 2:
         message = f"{field} is no field of this endpoint; /openapi.json lists them"
         return RequestError(422, message, field, "unknown_field")
     about = [error for error in errors if error["loc"][1:2] == first["loc"][1:2]]
+    # A check of ours has read the value as the type that was meant; other members of its union say nothing then.
+    about = [error for error in about if error["type"] == "value_error"] or about
     texts = {f"{_place(error['loc'][1:])}: {error['msg'].removeprefix('Value error, ')}": None for error in about}
     return RequestError(422, "; ".join(list(texts)[:4]), field, "invalid_value")
 
