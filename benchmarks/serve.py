@@ -127,7 +127,7 @@ def measured(model: MegatronDenoiser, clients: int, arguments: argparse.Namespac
         block_origin="sequence",
         seed=0,
     )
-    requests = some_requests(max(clients * arguments.each, arguments.each), arguments, model.core.logical_vocab_size)
+    requests = some_requests(clients * arguments.each, arguments, model.core.logical_vocab_size)
     limits = ServerLimits(max_batch_rows=clients, max_batch_tokens=1 << 30, max_waiting_rows=len(requests))
     tally = Tally()
     engine = BatchingEngine(
