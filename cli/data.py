@@ -22,7 +22,9 @@ Tokenizer = Annotated[str, typer.Option(help="Hugging Face tokenizer: folder, or
 def preprocess(
     inputs: Annotated[
         list[str],
-        typer.Argument(metavar="INPUTS", help="Files (.jsonl, .parquet, .txt, .md; also .gz, .zst), folders."),
+        typer.Argument(
+            metavar="INPUTS", help="Files (.jsonl, .parquet, .txt, .md; also .gz, .zst), folders, hf://NAME."
+        ),
     ],
     output_prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="PREFIX.bin and PREFIX.idx are written.")],
     tokenizer: Tokenizer,
@@ -73,7 +75,10 @@ def check(
 
 @app.command()
 def show(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Prefix of a corpus, or file or folder of chats.")],
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="Prefix of a corpus, file or folder of chats, or hf://NAME on the Hub."),
+    ],
     tokenizer: Tokenizer,
     seq_length: Annotated[int, typer.Option(help="Tokens per row.")] = 2048,
     column: Annotated[

@@ -57,7 +57,8 @@ ROOMS = {
     "collections.diffusion.single_process": Room("torch megatron cpu"),
     "collections.diffusion.chat_prompts": Room("characters", inside="transformers"),
     "collections.diffusion.data": Room(
-        "torch numpy nemo lightning tokenizers characters", inside="megatron transformers datasets pyarrow rich jinja2"
+        "torch numpy nemo lightning tokenizers characters model_source",
+        inside="megatron transformers datasets pyarrow rich jinja2",
     ),
     "collections.diffusion.models": Room(
         "torch nemo megatron lightning objectives attention attention.masks cpu", inside="kernels"

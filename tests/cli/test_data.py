@@ -101,6 +101,7 @@ def test_chats_are_shown_on_the_terminal_and_as_a_page(folder, run):
             ["check", "corpora/squares", "--tokenizer=corpora"],
             "error: --tokenizer='corpora' is neither a folder with tok",
         ),
+        (["show", "absent.jsonl", "--tokenizer=./absent"], "error: 'absent.jsonl' does not exist; name a file"),
         (["show", "questions.jsonl", "--tokenizer=tokenizer"], "error: the tokenizer has no chat template; pass"),
         (["show", "corpora/squares", "--tokenizer=tokenizer", "--time=2"], "error: --time=2.0 must be in [0, 1];"),
     ],

@@ -127,13 +127,25 @@ def test_damaged_datasets_are_named(tmp_path, damage):
         find_sources([tmp_path / "saved"])
 
 
-def test_a_dataset_that_cannot_be_had(monkeypatch):
+def test_a_dataset_of_the_hub_is_named_as_a_model_is(monkeypatch):
+    rows = Dataset.from_dict({"prompt": ["a", "b"], "completion": ["c", "d"]})
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: asked.append((name, split)) or rows)
+    [source] = find_sources(["hf://owner/chats"], split="test")
+    assert source[:2] == ("owner/chats", "dataset") and asked == [("owner/chats", "test")]
+    assert [record.fields for record in records_of(source)] == list(rows)
+    with pytest.raises(FileNotFoundError, match="'owner/chats' does not exist; name a file or folder, or hf://NAME"):
+        find_sources(["owner/chats"])
+
+
+@pytest.mark.parametrize("name, format", [("no/where", "dataset"), ("hf://no/where", None)])
+def test_a_dataset_that_cannot_be_had(monkeypatch, name, format):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
         FileNotFoundError, match=r"the dataset 'no/where' is no folder, and could not be had .* \(.+\)$"
     ):
-        find_sources(["no/where"], format="dataset")
+        find_sources([name], format=format)
 
 
 def test_values_that_python_does_not_have(tmp_path):

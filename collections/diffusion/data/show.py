@@ -124,15 +124,17 @@ def show_files(
     _check_fields(num_samples, num_rows, time)
     if seq_length < 1:
         raise ValueError(f"seq_length={seq_length} must be at least 1")
+    # Before the tokenizer is asked for at the Hub, which takes long where there is no network.
+    sources = [] if is_corpus(path) else find_sources([path], split=split)
     tokenizer = load_tokenizer(tokenizer)
-    if is_corpus(path):
+    if not sources:
         corpus = TokenFile(path)
         stream_of_documents = DocumentStream(corpus, 0, corpus.num_documents, vocabulary_size(tokenizer))
         dataset = PretrainingRows([stream_of_documents], [1.0], seq_length, num_rows, seed)
         notes = [f"in all: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens"]
     else:
         encoder = ChatEncoder(tokenizer, ChatTemplate(tokenizer, chat_template, loss_turns))
-        found = encode_supervised(find_sources([path], split=split), encoder, columns, max_bad_rows)
+        found = encode_supervised(sources, encoder, columns, max_bad_rows)
         samples = FittedSamples(found.samples, seq_length, tokenizer.eos_token_id, block_size)
         order = training_order(samples, seed)
         dataset = PackedRows(samples, num_rows, seed) if packing else PaddedRows(samples, num_rows, order, 1)

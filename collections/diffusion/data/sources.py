@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from nemo_dllm.collections.diffusion.model_source import HUB
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
@@ -40,7 +42,8 @@ def find_sources(inputs: Sequence[str | Path], format: str | None = None, split:
 
     Args:
         inputs: files, folders (recursive, links followed; hidden files are left out, and text beside files with
-            fields), patterns of either such as ``data/*.jsonl``, or names of Hugging Face datasets.
+            fields), patterns of either such as ``data/*.jsonl``, or ``hf://NAME`` of datasets on the Hugging Face Hub;
+            with the format ``dataset`` their name alone.
         format: name in `FORMATS`; None goes by the file names, and by the files that a saved dataset has.
         split: of datasets that have several.
 
@@ -52,7 +55,7 @@ def find_sources(inputs: Sequence[str | Path], format: str | None = None, split:
         raise ValueError(f"format={format!r} is unknown; known: {', '.join(FORMATS)}")
     if "" in inputs:
         raise ValueError("an input has an empty name; name files, folders or datasets")
-    sources = [source for entry in inputs for source in _sources(Path(entry), format, split)]
+    sources = [source for entry in inputs for source in _of_input(str(entry), format, split)]
     if not sources:
         raise ValueError("there is no input; name files, folders or datasets")
     return sources
@@ -68,6 +71,12 @@ def repeated_sources(sources: Sequence[Source]) -> list[str]:
             repeated.append(source.name)
         seen.add(identity)
     return repeated
+
+
+def _of_input(entry: str, format: str | None, split: str | None) -> Iterator[Source]:
+    if entry.startswith(HUB):
+        return iter([_dataset_source(entry.removeprefix(HUB), split)])
+    return _sources(Path(entry), format, split)
 
 
 def _sources(path: Path, format: str | None, split: str | None) -> Iterator[Source]:
@@ -93,7 +102,7 @@ def _sources(path: Path, format: str | None, split: str | None) -> Iterator[Sour
         raise ValueError(f"'{path}' is a pipe or a device, which cannot be read twice; write it to a file first")
     else:
         raise FileNotFoundError(
-            f"'{path}' does not exist; name a file or folder, or pass format='dataset' for a dataset of the hub"
+            f"'{path}' does not exist; name a file or folder, or {HUB}NAME for a dataset of the Hugging Face Hub"
         )
 
 
