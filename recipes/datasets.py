@@ -32,7 +32,12 @@ def check_tokenizer(dataset: str | None, tokenizer: str | None, init_from: str |
 
 
 def pretraining_data(
-    dataset: str | None, tokenizer: str | None, *, bos_token_id: int | None = None, **sizes: int
+    dataset: str | None,
+    tokenizer: str | None,
+    *,
+    argument: str = "dataset",
+    bos_token_id: int | None = None,
+    **sizes: int,
 ) -> run.Config:
     """Data for pretraining.
 
@@ -41,6 +46,7 @@ def pretraining_data(
             standard library.
         tokenizer: Hugging Face folder or name; None is that of the checkpoint which the run starts from, or one that is
             trained on the text.
+        argument: of the recipe that the data set was given as, for errors.
         bos_token_id: put before each document of a corpus, for models that predict a token from its left neighbour.
         sizes: see above.
 
@@ -52,7 +58,8 @@ def pretraining_data(
         return run.Config(PretrainingDataModule, paths=prefix, tokenizer=tokenizer, bos_token_id=bos_token_id, **sizes)
     if dataset is not None and not Path(dataset).exists():
         raise FileNotFoundError(
-            f"dataset={dataset} is neither a text file or folder, nor the prefix of a corpus ({dataset}.idx)"
+            f"{argument}={dataset} is neither a text file or folder, nor the prefix of a corpus ({dataset}.idx); name "
+            "one that is there"
         )
     return run.Config(TextDataModule, path=dataset, tokenizer=tokenizer, document_boundaries=True, **sizes)
 
@@ -68,8 +75,8 @@ def supervised_data(
     """Data for fine-tuning.
 
     Args:
-        dataset: chats, prompts with completions or instructions: a file, a folder or a Hugging Face dataset; None is a
-            few questions, enough to see that a run starts.
+        dataset: chats, prompts with completions or instructions: a file, a folder or ``hf://NAME``; None is a few
+            questions, enough to see that a run starts.
         tokenizer: as of :func:`pretraining_data`; conversations take its chat template.
         block_size: of the block diffusion objective.
         supervise_padding: pads are trained end tokens.

@@ -105,7 +105,7 @@ def _tiny(
         objective=objective,
     )
     sizes = {"seq_length": 128, "micro_batch_size": 16, "global_batch_size": 16, "num_val_rows": 128}
-    data = pretraining_data(path, tokenizer, **sizes)
+    data = pretraining_data(path, tokenizer, argument="path", **sizes)
     data.document_boundaries = False
     if data.__fn_or_cls__ is TextDataModule:
         data.vocab_size = 2048
