@@ -60,7 +60,9 @@ def over_memory(run):
     def kept(value):
         if not isinstance(value, KVCache):
             return value
-        return KVCache(1, 1, memory=CacheMemory(value.held_BS, dict(value.memory.layers)))
+        cache = KVCache(0, 0)
+        cache.memory = CacheMemory(value.held_BS, dict(value.memory.layers))
+        return cache
 
     cells = tuple(CellType(kept(cell.cell_contents)) for cell in run.__closure__)
     return FunctionType(run.__code__, run.__globals__, run.__name__, run.__defaults__, cells)

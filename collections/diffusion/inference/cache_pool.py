@@ -67,7 +67,7 @@ class CachePool:
             torch._foreach_zero_(
                 [taken.memory.held_BS, *(part for layer in taken.memory.layers.values() for part in layer)]
             )
-        cache = PooledCache(self, taken, rows, positions)
+        cache = PooledCache(self, taken)
         finalize(cache, self._give_back, taken).atexit = False
         return cache
 
@@ -91,11 +91,16 @@ def _multiple(least: int, of: int) -> int:
 
 
 class PooledCache(KVCache):
-    """A cache with memory of a pool, for some rows more, and the passes that were recorded over it."""
+    """A cache with memory of a pool, for some rows more, and the passes that were recorded over it.
 
-    def __init__(self, pool: CachePool, of: RecordedMemory, rows: int, positions: int):
-        super().__init__(rows, positions, memory=of.memory)
-        self._pool, self.passes = pool, of.passes
+    Args:
+        pool: where it got the memory.
+        of: that memory, empty.
+    """
+
+    def __init__(self, pool: CachePool, of: RecordedMemory):
+        # Not that of other caches, which makes memory.
+        self._pool, self.memory, self.passes = pool, of.memory, of.passes
 
     def another(self, rows: int, positions: int) -> Self:
         """An empty cache of the same pool."""

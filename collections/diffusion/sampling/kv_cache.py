@@ -77,28 +77,19 @@ class KVCache:
 
     A pass asks for its ``window``, sends each layer's keys and values through ``write``, and attends to the slots that
     are ``visible_BLS``. It writes in place: what it writes is visible to itself alone unless ``hold`` keeps it. A pass
-    over fewer rows than there is memory for is one over the first of them.
+    over fewer rows than there is memory for is one over the first of them. Memory may be for more positions, too.
 
     Args:
         rows: rows of the batch.
         positions: longest row, in tokens.
         device: where keys and values are.
-        memory: to write to, all zeros, of at least these rows and one slot more than positions; the cache's alone, as
-            long as it lives. None makes some.
+
+    Attributes:
+        memory: what it writes to; the cache's alone, as long as it lives.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        positions: int,
-        device: torch.device | str | None = None,
-        *,
-        memory: CacheMemory | None = None,
-    ):
-        if memory is None:
-            memory = CacheMemory.empty(rows, positions + 1, device)
-        self.memory = memory
-        self._padding_slot = memory.held_BS.size(1) - 1
+    def __init__(self, rows: int, positions: int, device: torch.device | str | None = None):
+        self.memory = CacheMemory.empty(rows, positions + 1, device)
 
     def another(self, rows: int, positions: int) -> Self:
         """An empty cache like this one, of other sizes."""
@@ -126,6 +117,10 @@ class KVCache:
     def held_BS(self) -> Tensor:
         """Bool, slots whose content later passes see; the last one, for padding, never is."""
         return self.memory.held_BS
+
+    @property
+    def _padding_slot(self) -> int:
+        return self.held_BS.size(1) - 1
 
     def window(self, positions_BL: Tensor, key_mask_BL: Tensor, blocks_BL: Tensor | None = None) -> CacheWindow:
         """Where a pass over these positions writes and what it sees.
