@@ -183,6 +183,16 @@ def test_caches_that_come_and_go_and_join_in_any_order(both, seed):
     assert len(memories) <= made - 5 and both[0].reruns.replayed > 20
 
 
+def test_passes_that_come_once_in_a_text_are_not_recorded(both, loaded, monkeypatch):
+    """Each pass of a delayed cache is shorter than the one before; only some lengths come more than once."""
+    monkeypatch.setattr("nemo_dllm.collections.diffusion.inference.cached.RECORDED_LENGTHS", 64)
+    model, config = both[0], SamplerConfig(max_new_tokens=30, block_size=30, cache="approximate_delayed")
+    for _ in range(4):
+        before = model.reruns.recorded
+        generate(model, PROMPTS[:1], config, mask_token_id=loaded.mask_token_id)
+    assert model.reruns.recorded == before and len(model.reruns.seen) > 20
+
+
 def test_a_cache_whose_first_pass_failed(both, loaded):
     """Memory of the layers that it did not get to is made by the next pass, not by one that is replayed."""
     batch, _ = draw_pass(random.Random(0), [0, 0])

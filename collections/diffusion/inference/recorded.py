@@ -14,7 +14,7 @@ from torch import Tensor
 
 LOGGER = logging.getLogger(__name__)
 KEPT = 8
-"""Graphs of one :class:`RecordedPasses`; each holds its output, and all share what they need on the way there."""
+"""Graphs of one :class:`RecordedPasses`, at most; each holds its output, and all share what they need on the way."""
 
 Run = Callable[..., Tensor]
 """From tensors to a tensor, all on one GPU."""
@@ -104,7 +104,9 @@ class RecordedPasses:
 
     The first pass of a shape runs as it is. The second runs as it is going to be recorded, which compiles what that
     needs; the third is recorded. The model's passes are counted, over whatever memory: what has been compiled serves
-    them all. Those that were not asked for longest are forgotten beyond ``KEPT``.
+    them all. Over this memory, only one that has been among the latest ``KEPT`` that were asked for is recorded, and
+    forgotten when it no longer is: lengths that come by one after the other, and again in the next text, would each be
+    recorded to be replayed once.
 
     Args:
         recorder: of the model.
@@ -112,13 +114,13 @@ class RecordedPasses:
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
-        # The last one is the one asked for last.
-        self._graphs: dict[Hashable, Graph] = {}
+        # The last one is the one asked for last; None where nothing is recorded yet.
+        self._graphs: dict[Hashable, Graph | None] = {}
 
     @property
     def names(self) -> list[Hashable]:
         """Of what is recorded."""
-        return [name for name, *_ in self._graphs]
+        return [name for (name, *_), graph in self._graphs.items() if graph is not None]
 
     def __call__(self, name: Hashable, run: Run, recordable: Run, *inputs: Tensor) -> Tensor:
         """``run(*inputs)``, for good: no later pass changes it.
@@ -132,15 +134,15 @@ class RecordedPasses:
             inputs: on the recorder's device.
         """
         key = (name, *((tensor.shape, tensor.dtype) for tensor in inputs))
+        came_lately = key in self._graphs
         graph = self._graphs.pop(key, None)
-        if graph is None:
-            seen = self._recorder.seen[key]
-            self._recorder.seen[key] += 1
-            if seen >= 2 and self._recorder.works:
-                graph = self._recorder.record(recordable, inputs)
-            if graph is None:
-                return recordable(*inputs) if seen == 1 else run(*inputs)
+        seen = self._recorder.seen[key]
+        self._recorder.seen[key] += 1
+        if graph is None and came_lately and seen >= 2 and self._recorder.works:
+            graph = self._recorder.record(recordable, inputs)
         self._graphs[key] = graph
         if len(self._graphs) > KEPT:
             del self._graphs[next(iter(self._graphs))]
+        if graph is None:
+            return recordable(*inputs) if seen == 1 else run(*inputs)
         return graph.replay(inputs)
