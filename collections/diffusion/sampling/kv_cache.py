@@ -126,8 +126,8 @@ class KVCache:
         """Where a pass over these positions writes and what it sees.
 
         Args:
-            positions_BL, key_mask_BL, blocks_BL: as of ``CachedDenoiser.commit``; without blocks the positions see each
-                other.
+            positions_BL, key_mask_BL, blocks_BL: as of ``CachedDenoiser.commit``, blocks numbered within int32, below
+                ``HIDDEN``; without blocks the positions see each other.
         """
         slots_BL = positions_BL.where(key_mask_BL, self._padding_slot)
         first_B = torch.arange(len(slots_BL), device=slots_BL.device) * (self._padding_slot + 1)
