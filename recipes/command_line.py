@@ -100,7 +100,8 @@ class QuietRun(api.RunContext):
         """
         for argument in args:
             if argument.startswith("-") or "=" not in argument:
-                raise ValueError(f"{argument} is neither an option of nemo llm {fn.__name__} nor FIELD=VALUE")
+                hint = f"; did you mean --factory {argument}?" if _name_of(argument) in RECIPES else ""
+                raise ValueError(f"{argument} is neither an option of nemo llm {fn.__name__} nor FIELD=VALUE{hint}")
         args = [with_empty_text(argument) for argument in args]
         if self.yaml and not self.factory and Path(self.yaml).is_file() and is_saved_recipe(self.yaml):
             self.factory, self.yaml = f"saved(path='{self.yaml}')", None

@@ -51,8 +51,11 @@ def pretraining_data(
         sizes: see above.
 
     Raises:
+        ValueError: its name is empty, which would be the working folder.
         FileNotFoundError: the data set is neither.
     """
+    if dataset == "":
+        raise ValueError(f"{argument}='' is empty; name a text file or folder, or leave {argument} out")
     prefix = str(dataset or "").removesuffix(".idx").removesuffix(".bin")
     if dataset is not None and Path(f"{prefix}.idx").is_file():
         return run.Config(PretrainingDataModule, paths=prefix, tokenizer=tokenizer, bos_token_id=bos_token_id, **sizes)

@@ -47,6 +47,7 @@ TINY = ("--factory", "mdlm_tiny")
         ((*TINY, "--trainer.max_steps=2"), "--trainer.max_steps=2 is neither an option of nemo llm pretrain nor"),
         ((*TINY, "trainer.max_steps="), "trainer.max_steps='' cannot be read as int"),
         ((*TINY, "steps"), "steps is neither an option of nemo llm pretrain nor FIELD=VALUE"),
+        (("mdlm_tiny",), "mdlm_tiny is neither an option of nemo llm pretrain nor FIELD=VALUE; did you mean --factory"),
         (("--yaml", "absent.yaml"), "absent.yaml"),
     ],
 )

@@ -134,6 +134,8 @@ def test_what_does_not_go_together(recipe_of, tmp_path):
     absent = tmp_path / "absent"
     with pytest.raises(FileNotFoundError, match=f"dataset={absent} is neither a text file .* corpus \\({absent}.idx"):
         recipe_of(name, dataset=str(absent), tokenizer="a")
+    with pytest.raises(ValueError, match="^path='' is empty; name a text file or folder, or leave path out$"):
+        recipe_of("mdlm_tiny", path="")
     with pytest.raises(FileNotFoundError, match=f"^path={absent} is neither a text file .*; name one that is there$"):
         recipe_of("mdlm_tiny", path=str(absent))
 
