@@ -4,6 +4,7 @@ What a graph would do is run again: over the inputs and the memory that it was r
 cache that had the memory then. See ``test_recorded_cuda`` for real ones.
 """
 
+import gc
 import random
 import weakref
 from collections import Counter
@@ -219,3 +220,17 @@ def test_what_was_recorded_over_a_cache_does_not_keep_it(both):
     assert cache.passes.names
     del cache
     assert kept() is None and both[0].new_cache(2, 50).memory is memory
+
+
+def test_no_garbage_is_collected_while_a_pass_is_recorded():
+    from nemo_dllm.collections.diffusion.inference.recorded import _uncollected
+
+    for collects in (True, False):
+        (gc.enable if collects else gc.disable)()
+        try:
+            with pytest.raises(KeyError), _uncollected():
+                assert not gc.isenabled()
+                raise KeyError
+            assert gc.isenabled() == collects
+        finally:
+            gc.enable()

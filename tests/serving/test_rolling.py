@@ -1,10 +1,12 @@
 """Rows that come and go between passes get what they get alone, bit for bit."""
 
+import gc
 import random
+import weakref
 
 import pytest
 
-from nemo_dllm.collections.diffusion.sampling import SamplerConfig, generate
+from nemo_dllm.collections.diffusion.sampling import KVCache, SamplerConfig, generate
 from nemo_dllm.collections.diffusion.sampling.stopping import text_end
 from nemo_dllm.collections.diffusion.serving.rolling import Denoising, RollingBatch
 from nemo_dllm.collections.diffusion.serving.rows import Row
@@ -120,6 +122,46 @@ def test_a_prompt_is_encoded_once_and_without_those_that_run(kit, tiny_attention
     # The prompt and a block at a time; then the finished block of the first row, which the other one's sits beside.
     assert model.passes[:7] == [(1, 40), *[(1, 4)] * 4, (1, 40), (1, 4)]
     assert set(model.passes[7:]) == {(2, 4)}
+
+
+@pytest.mark.parametrize("fields", [fields for fields in SETTINGS if "cache" in fields], ids=str)
+def test_a_batch_is_gone_with_its_cache_when_another_takes_its_rows(kit, tiny_attention, fields):
+    """At once: caches that wait for the collector of garbage are more memory than a GPU has."""
+    caches = weakref.WeakSet()
+
+    class Tracked(tiny_attention):
+        def new_cache(self, rows, positions):
+            cache = super().new_cache(rows, positions)
+            caches.add(cache)
+            return cache
+
+    denoising = Denoising(Tracked(kit.VOCABULARY, 4), kit.MASK, "cpu", decode)
+    rows = [Row([65] * 5, [], 8, SamplerConfig(**fields), seed, 0, lambda _: None) for seed in range(4)]
+
+    def alive():
+        return sum(isinstance(kept, KVCache) for kept in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    others = alive()
+    try:
+        batch = RollingBatch(denoising, rows[:1])
+        for row in rows[1:]:
+            batch.step()
+            while not batch.is_open:
+                batch.step()
+            newcomers = RollingBatch(denoising, [row])
+            newcomers.step()
+            batch = batch.with_live_rows_of(newcomers)
+            del newcomers
+            # With guidance a run has two. Those of joined rows were not made by the model.
+            assert len(caches) == 0
+        for row in rows:
+            row.abandoned = True
+        del batch
+        assert alive() == others
+    finally:
+        gc.enable()
 
 
 def test_rows_in_a_cache_of_another_kind_stay_together(kit, tiny_attention):

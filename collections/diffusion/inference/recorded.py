@@ -4,10 +4,11 @@ The layers of one pass are hundreds of kernels. At few tokens a GPU runs them in
 them; a graph is launched at once.
 """
 
+import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ class Recorder:
         generator = torch.cuda.default_generators[self._device.index]
         before = generator.clone_state()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _uncollected():
             try:
                 # Not torch.cuda.graph, which collects garbage first, for longer than a pass. Other threads may go on.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -77,6 +78,18 @@ class Recorder:
                 raise
         torch.cuda.current_stream().wait_stream(self._stream)
         return Graph(graph, inputs, output)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without a collection of garbage: with a graph in it, that would be the end of a recording."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Graph:

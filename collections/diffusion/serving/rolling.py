@@ -100,7 +100,9 @@ class RollingBatch:
         return joined
 
     def _begin_steps(self) -> None:
-        self._steps: Iterator[DenoiseStep] = self._run.steps(lambda: [not row.is_live for row in self.rows])
+        # Of the rows, not of the batch: a batch that its steps held would keep its cache until garbage is collected.
+        rows = self.rows
+        self._steps: Iterator[DenoiseStep] = self._run.steps(lambda: [not row.is_live for row in rows])
 
 
 def _canvas(rows: Sequence[Row]) -> Canvas:
