@@ -139,7 +139,8 @@ def test_a_batch_is_gone_with_its_cache_when_another_takes_its_rows(kit, tiny_at
     rows = [Row([65] * 5, [], 8, SamplerConfig(**fields), seed, 0, lambda _: None) for seed in range(4)]
 
     def alive():
-        return sum(isinstance(kept, KVCache) for kept in gc.get_objects())
+        # Some objects of NeMo raise where they are asked what they are an instance of.
+        return sum(type(kept) is KVCache for kept in gc.get_objects())
 
     gc.collect()
     gc.disable()
