@@ -33,8 +33,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None):
         if template is None and not tokenizer.chat_template:
             raise ValueError(
-                "the tokenizer has no chat template; give chat_template=FILE when this starts, or "
-                "continue texts instead"
+                "the tokenizer has no chat template; start with --chat-template FILE (chat_template=FILE of `nemo "
+                "dllm`), or continue texts instead"
             )
         self._tokenizer, self._template = tokenizer, template
         self.end_token_ids = self._find_end()

@@ -68,7 +68,7 @@ def test_a_conversation_that_is_too_long_keeps_what_it_has(session):
 def test_no_template_no_chat(session):
     from nemo_dllm.collections.diffusion.inference.chat import Chat
 
-    with pytest.raises(ValueError, match="the tokenizer has no chat template; give chat_template=FILE"):
+    with pytest.raises(ValueError, match="the tokenizer has no chat template; start with --chat-template FILE"):
         Chat(session)
     with pytest.raises(ValueError, match="the chat template refuses the conversation: no systems"):
         Chat(session, "w1", "{{ raise_exception('no systems') }}").answer("w5")

@@ -174,7 +174,7 @@ def test_bad_arguments(generate, tmp_path, monkeypatch):
         generate(num_samples=0)
     with pytest.raises(ValueError, match="stream=True, watch=True and replay=FILE follow a single text"):
         generate(num_samples=2, watch=True)
-    with pytest.raises(ValueError, match="replay=talk.txt would be a page under the name of something else"):
+    with pytest.raises(ValueError, match="replay=talk.txt has the name of neither a page nor a picture"):
         generate(replay="talk.txt")
     with pytest.raises(FileNotFoundError, match="replay=.*absent/talk.html is in a folder that does not exist"):
         generate(replay=tmp_path / "absent" / "talk.html")

@@ -40,7 +40,7 @@ def test_the_special_token_behind_an_answer_ends_it(tokenizer):
 
 
 def test_the_tokenizers_own_template(tokenizer, kit):
-    with pytest.raises(ValueError, match="no chat template; give chat_template=FILE"):
+    with pytest.raises(ValueError, match="no chat template; start with --chat-template FILE"):
         ChatTemplate(tokenizer)
     own = ServedModel(kit.ToyModel(), "toy").chat_template
     assert own.prompt(TURNS[:1], {}) == [*b"user: w5 w7", kit.TURN, *b"\nassistant: "]

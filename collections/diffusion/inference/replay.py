@@ -84,7 +84,7 @@ class Replay:
         kind = path.suffix.lower()
         if kind not in _WRITERS:
             raise ValueError(
-                f"replay={path} would be a page under the name of something else; name an .html or a .gif file"
+                f"replay={path} has the name of neither a page nor a picture; name an .html or a .gif file"
             )
         if kind == ".gif" and importlib.util.find_spec("PIL") is None:
             raise ValueError(
