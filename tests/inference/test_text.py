@@ -77,10 +77,34 @@ def test_a_seed_repeats_the_text_and_none_does_not(generate):
     assert printed(None) != printed(None)
 
 
+def notes(printed):
+    """What was said besides: loading NeMo for the first time says more."""
+    return [line for line in printed.err.splitlines() if line.startswith("note: ")]
+
+
 def test_a_text_longer_than_the_training_samples_gets_a_note(generate):
     printed = generate(prompt="w5", settings={"seed": 0, "max_new_tokens": 512, "steps": 1})
-    assert printed.err == "note: 513 tokens are more than the 512 of the training samples\n"
-    assert generate(prompt="w5", settings={"max_new_tokens": 512, "max_length": 9, "steps": 1}).err == ""
+    assert notes(printed) == ["note: 513 tokens are more than the 512 of the training samples"]
+    assert notes(generate(prompt="w5", settings={"max_new_tokens": 512, "max_length": 9, "steps": 1})) == []
+
+
+@pytest.mark.parametrize(
+    "settings, equal",
+    [
+        ({}, True),
+        ({"temperature": 1.0}, False),
+        ({"remasking": "random"}, False),
+        ({"remasking_temperature": 1}, False),
+    ],
+)
+def test_samples_that_are_bound_to_be_equal_get_a_note(generate, settings, equal):
+    settings = {"max_new_tokens": 16, "stop_at_eos": False, "seed": 1, **settings}
+    printed = generate(prompt="w5", num_samples=2, settings=settings)
+    texts = {json.loads(line)["completion"] for line in printed.out.splitlines()}
+    assert (len(texts) == 1) == equal
+    note = "note: num_samples=2 texts of a prompt are equal at temperature=0; set temperature"
+    assert notes(printed) == [note] * equal
+    assert notes(generate(prompt="w5", settings=settings)) == []
 
 
 @pytest.mark.parametrize("name", ["a2d_qwen3", "sdar"])

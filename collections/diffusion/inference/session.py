@@ -77,6 +77,15 @@ class Session:
                 file=sys.stderr,
             )
 
+    def note_samples(self, number: int) -> None:
+        """Say on standard error where several texts of a prompt are bound to be the same."""
+        config = self.config
+        if number > 1 and not config.temperature and not config.remasking_temperature and config.remasking != "random":
+            print(
+                f"note: num_samples={number} texts of a prompt are equal at temperature=0; set temperature",
+                file=sys.stderr,
+            )
+
 
 def open_session(
     path: str | Path,

@@ -114,6 +114,7 @@ def generate(
     watch = False if stream or in_lines else watch
     session = open_session(path, best=best, preset=preset, settings=settings, watch=watch, replay=replay)
     if in_lines:
+        session.note_samples(num_samples)
         completions = complete(session, prompts, num_samples, batch_size)
         if output is None:
             _write_lines(completions, sys.stdout)
