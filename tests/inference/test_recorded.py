@@ -222,6 +222,46 @@ def test_what_was_recorded_over_a_cache_does_not_keep_it(both):
     assert kept() is None and both[0].new_cache(2, 50).memory is memory
 
 
+@pytest.mark.parametrize("breaks", ["commit", "denoise", "canvas", "joining"])
+def test_where_memory_is_short_what_waits_for_a_cache_goes(both, loaded, monkeypatch, breaks):
+    """And the pass is done again, from the start; without anything that waits, the error is told."""
+    model, plain = both
+    config = SamplerConfig(max_new_tokens=16, block_size=4, cache=None if breaks == "canvas" else "exact")
+    expected = generate(plain, PROMPTS, config, mask_token_id=loaded.mask_token_id).sequences
+    # Of one row, which is not what those below take.
+    generate(model, PROMPTS[:1], SamplerConfig(16, block_size=4, cache="exact"), mask_token_id=loaded.mask_token_id)
+    assert model._recorded.caches._idle
+    left = [1]
+
+    def short(work):
+        def run(*arguments, **named):
+            result = work(*arguments, **named)
+            if left.pop() if left else 0:
+                raise torch.OutOfMemoryError("short of memory")
+            return result
+
+        return run
+
+    if breaks == "joining":
+        cache = model.new_cache(3, 30)
+        tokens_BL = torch.tensor([[5, 6, 7, 8]] * 3)
+        given = {"positions_BL": torch.arange(4).expand(3, -1), "key_mask_BL": torch.ones(3, 4, dtype=torch.bool)}
+        model.commit(tokens_BL, cache=cache, blocks_BL=torch.zeros_like(tokens_BL), **given)
+        monkeypatch.setattr(type(cache), "another", short(type(cache).another))
+        joined = type(cache).join_rows([Picked(cache, [2, 0])], 40)
+        assert joined.held_BS.sum() == 8 and not model._recorded.caches._idle
+        return
+    target = model.core if breaks == "canvas" else KVCache
+    method = {"commit": "hold", "denoise": "window", "canvas": "encode"}[breaks]
+    monkeypatch.setattr(target, method, short(getattr(target, method)))
+    written = generate(model, PROMPTS, config, mask_token_id=loaded.mask_token_id).sequences
+    assert not left and [row.tolist() for row in written] == [row.tolist() for row in expected]
+    left.extend([1, 1])
+    with pytest.raises(torch.OutOfMemoryError):
+        model._recorded.caches._idle = ()
+        generate(model, PROMPTS, config, mask_token_id=loaded.mask_token_id)
+
+
 def test_no_garbage_is_collected_while_a_pass_is_recorded():
     from nemo_dllm.collections.diffusion.inference.recorded import _uncollected
 

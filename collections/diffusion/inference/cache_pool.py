@@ -3,16 +3,20 @@
 Torch only. Shape letters: B rows, S slots.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import RLock
-from typing import Self
+from typing import Self, TypeVar
 from weakref import finalize
 
 import torch
 
 from nemo_dllm.collections.diffusion.inference.recorded import RecordedPasses, Recorder
 from nemo_dllm.collections.diffusion.sampling import CacheMemory, KVCache
+from nemo_dllm.collections.diffusion.sampling.joining import Picked
 
+T = TypeVar("T")
 SLOTS = 128
 """Slots of a cache are a multiple of this, so that texts of about one length share memory and passes."""
 ROWS = 16
@@ -81,6 +85,23 @@ class CachePool:
                 idle = idle[1:]
             self._idle = idle
 
+    def with_room(self, work: Callable[[], T]) -> T:
+        """``work()``; where memory is short, once more without what waits for a cache.
+
+        Args:
+            work: may be done again after it was broken off.
+        """
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            with self._lock:
+                waiting, self._idle = self._idle, ()
+            if not waiting:
+                raise
+        # Behind the error, which holds what was made on the way to it.
+        del waiting
+        return work()
+
 
 def _rows_for(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows < ROWS else _multiple(rows, ROWS)
@@ -100,8 +121,13 @@ class PooledCache(KVCache):
 
     def __init__(self, pool: CachePool, of: RecordedMemory):
         # Not that of other caches, which makes memory.
-        self._pool, self.memory, self.passes = pool, of.memory, of.passes
+        self.pool, self.memory, self.passes = pool, of.memory, of.passes
 
     def another(self, rows: int, positions: int) -> Self:
         """An empty cache of the same pool."""
-        return self._pool.new_cache(rows, positions)
+        return self.pool.new_cache(rows, positions)
+
+    @classmethod
+    def join_rows(cls, picked: Sequence[Picked], positions: int) -> Self:
+        """See ``KVCache``."""
+        return picked[0].part.pool.with_room(partial(super().join_rows, picked, positions))

@@ -99,9 +99,11 @@ class MegatronDenoiser:
             return self.core.encode(tokens_BT, positions_BT, self._pattern(positions_BT, key_mask_BT))
 
         inputs = (tokens_BT,) if key_mask_BT is None else (tokens_BT, key_mask_BT)
-        if not self._is_recorded(tokens_BT.device, tokens_BT.numel()):
-            return run(*inputs)
-        return self._on(tokens_BT.device).canvases("canvas", run, run, *inputs)
+        if self._is_recorded(tokens_BT.device, tokens_BT.numel()):
+            work = partial(self._on(tokens_BT.device).canvases, "canvas", run, run, *inputs)
+        else:
+            work = partial(run, *inputs)
+        return work() if self._recorded is None else self._recorded.caches.with_room(work)
 
     def _pattern(self, positions_BT: Tensor, key_mask_BT: Tensor | None) -> Bidirectional | BlockCausal:
         if self.block_size is None:
@@ -186,10 +188,18 @@ class MegatronDenoiser:
     def _run_with(
         self, cache: KVCache, name: str, run: Callable[..., Tensor], tokens_BL: Tensor, *inputs: Tensor
     ) -> Tensor:
-        """``run(see, tokens, *inputs)``, recorded where that pays: maybe over further rows and positions, all idle."""
+        """``run(see, tokens, *inputs)``, recorded where that pays."""
+        if not isinstance(cache, PooledCache):
+            return run(_see_held, tokens_BL, *inputs)
+        return cache.pool.with_room(partial(self._run_pooled, cache, name, run, tokens_BL, *inputs))
+
+    def _run_pooled(
+        self, cache: PooledCache, name: str, run: Callable[..., Tensor], tokens_BL: Tensor, *inputs: Tensor
+    ) -> Tensor:
+        """A pass that may be recorded, then maybe over further rows and positions, all idle."""
         inputs_BL = (tokens_BL, *inputs)
         # A cache gets its memory from the first pass that gets through all layers.
-        if not isinstance(cache, PooledCache) or len(cache.memory.layers) < len(self.core.decoder.layers):
+        if len(cache.memory.layers) < len(self.core.decoder.layers):
             return run(_see_held, *inputs_BL)
         (given_rows, given_length), rows = tokens_BL.shape, len(cache.held_BS)
         length = given_length
