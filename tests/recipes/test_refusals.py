@@ -15,7 +15,7 @@ MODEL = "mdlm_tiny(path='.')"
     "arguments, message",
     [
         (["--factory", MODEL, "model.objective.mask_token_id=-5"], "mask_token_id=-5"),
-        (["--factory", "mdlm_tiny(path='nosuch/folder')"], "dataset=nosuch/folder is neither"),
+        (["--factory", "mdlm_tiny(path='nosuch/folder')"], "path=nosuch/folder is neither"),
     ],
     ids=["what a constructor refuses", "what a recipe refuses"],
 )
