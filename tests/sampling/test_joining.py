@@ -150,6 +150,9 @@ def test_stacked_rows_are_cut_and_filled():
     assert stack_rows([Picked(a_BT, [1]), Picked(b_BT, [0])], 2).tolist() == [[4, 5], [7, 0]]
     assert stack_rows([Picked(None, [0, 4]), Picked(a_BT[:, 0], [1])]).tolist() == [0, 0, 4]
     assert stack_rows([Picked(None, [0])]) is None
+    # Without a number of columns, all have as many.
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        stack_rows([Picked(a_BT, [1]), Picked(b_BT.expand(-1, 2), [0])])
 
 
 def test_texts_that_have_been_looked_at_are_not_decoded_again():

@@ -61,7 +61,7 @@ class CachePool:
 
     def new_cache(self, rows: int, positions: int) -> "PooledCache":
         """An empty cache; see ``CachedDenoiser``."""
-        shape = (_rows_for(rows), _multiple(positions + 1, SLOTS))
+        shape = (_rows_for(rows), multiple_of(positions + 1, SLOTS))
         with self._lock:
             taken = next((kept for kept in reversed(self._idle) if kept.memory.held_BS.shape == shape), None)
             self._idle = tuple(kept for kept in self._idle if kept is not taken)
@@ -104,10 +104,11 @@ class CachePool:
 
 
 def _rows_for(rows: int) -> int:
-    return 1 << (rows - 1).bit_length() if rows < ROWS else _multiple(rows, ROWS)
+    return 1 << (rows - 1).bit_length() if rows < ROWS else multiple_of(rows, ROWS)
 
 
-def _multiple(least: int, of: int) -> int:
+def multiple_of(least: int, of: int) -> int:
+    """The least multiple of a number that is not below another one."""
     return -(-least // of) * of
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys
 from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, BlockCausal
-from nemo_dllm.collections.diffusion.inference.cache_pool import SHARE, CachePool, PooledCache
+from nemo_dllm.collections.diffusion.inference.cache_pool import SHARE, CachePool, PooledCache, multiple_of
 from nemo_dllm.collections.diffusion.inference.recorded import RecordedPasses, Recorder
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore
 from nemo_dllm.collections.diffusion.sampling import CacheWindow, KVCache
@@ -204,7 +204,7 @@ class MegatronDenoiser:
         (given_rows, given_length), rows = tokens_BL.shape, len(cache.held_BS)
         length = given_length
         if length > RECORDED_LENGTHS:
-            length = -(-length // RECORDED_LENGTHS) * RECORDED_LENGTHS
+            length = multiple_of(length, RECORDED_LENGTHS)
         if not self._is_recorded(tokens_BL.device, rows * length):
             return run(_see_held, *inputs_BL)
         if (rows, length) != tokens_BL.shape:

@@ -63,16 +63,17 @@ def stack_rows(picked: Sequence[Picked], columns: int | None = None) -> Tensor |
         return None
     sizes = known.shape[1:] if columns is None else (columns, *known.shape[2:])
     whole = known.new_zeros(sum(len(rows) for _, rows in picked), *sizes)
-    fill_rows(whole, picked)
+    fill_rows(whole, picked, columns)
     return whole
 
 
-def fill_rows(whole: Tensor, picked: Sequence[Picked]) -> None:
+def fill_rows(whole: Tensor, picked: Sequence[Picked], columns: int | None = None) -> None:
     """Write the picked rows of several tensors under each other.
 
     Args:
-        whole: zeros [rows, C, ...]; columns that a tensor does not have stay so.
-        picked: rows of tensors [rows, C, ...], whose further columns are left out, or of None.
+        whole: zeros, which rows of None leave as they are.
+        picked: as of ``stack_rows``.
+        columns: of ``whole``, where tensors may have more, which are left out, or fewer; None where sizes are equal.
     """
     start = 0
     for tensor, rows in picked:
@@ -80,7 +81,7 @@ def fill_rows(whole: Tensor, picked: Sequence[Picked]) -> None:
         start += len(rows)
         if tensor is None:
             continue
-        if whole.dim() > 1:
-            tensor, place = tensor[:, : whole.size(1)], place[:, : tensor.size(1)]
+        if columns is not None:
+            tensor, place = tensor[:, :columns], place[:, : tensor.shape[1]]
         # A list as an index would make the CPU wait for the device.
         place.copy_(tensor.index_select(0, torch.tensor(rows).to(tensor.device, non_blocking=True)))

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.joining import Picked, fill_rows
+from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, fill_rows
 
 HIDDEN = torch.iinfo(torch.int32).max
 """Rank of a slot that no position sees."""
@@ -103,14 +103,15 @@ class KVCache:
             picked: rows of caches of the same layers; where one has not been written to, it holds nothing.
             positions: of the longest row, in tokens.
         """
-        memories = [Picked(cache.memory, rows) for cache, rows in picked]
+        memories = attribute_of(picked, "memory")
         joined = picked[0].part.another(sum(len(rows) for _, rows in picked), positions)
-        fill_rows(joined.held_BS, [Picked(memory.held_BS, rows) for memory, rows in memories])
+        slots = joined.held_BS.size(1)
+        fill_rows(joined.held_BS, attribute_of(memories, "held_BS"), slots)
         for layer in sorted({layer for memory, _ in memories for layer in memory.layers}):
             kept = [Picked(memory.layers.get(layer, (None, None)), rows) for memory, rows in memories]
             like = next(keys for (keys, _), _ in kept if keys is not None)
             for part, whole_BSHD in enumerate(joined.memory.layer(layer, like)):
-                fill_rows(whole_BSHD, [Picked(layer_kept[part], rows) for layer_kept, rows in kept])
+                fill_rows(whole_BSHD, [Picked(layer_kept[part], rows) for layer_kept, rows in kept], slots)
         return joined
 
     @property
