@@ -1,8 +1,6 @@
 """The benchmark of sampling, on a CPU."""
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +9,8 @@ pytestmark = pytest.mark.nemo
 
 
 @pytest.fixture(scope="module")
-def benchmark(single_process):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-        yield importlib.import_module("sample")
+def benchmark(import_benchmark):
+    return import_benchmark("sample")
 
 
 def test_bytes_and_operations_by_hand(benchmark):

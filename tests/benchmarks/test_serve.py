@@ -1,8 +1,6 @@
 """The benchmark of a server's engine, on a CPU."""
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 
@@ -10,10 +8,8 @@ pytestmark = pytest.mark.nemo
 
 
 @pytest.fixture(scope="module")
-def benchmark(single_process):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-        yield importlib.import_module("serve")
+def benchmark(import_benchmark):
+    return import_benchmark("serve")
 
 
 def test_a_table(benchmark, tmp_path, capsys):
