@@ -89,6 +89,12 @@ def companion_files(nemo_path: Path) -> dict[str, bytes]:
     return {name: file.read_bytes() for name, file in files.items() if name != FACTS_FILE}
 
 
+def sample_length(folder: Path) -> int | None:
+    """Tokens of the samples that an export was trained with; None where the folder is no export of ours."""
+    file = folder / SUMMARY_FILE
+    return read_json_object(file).get("seq_length") if file.is_file() else None
+
+
 def origin_layout(nemo_path: Path) -> ShardLayout | None:
     """The origin's layout of shards; None where it had pickles, or there is no origin."""
     file = nemo_path / "context" / FOLDER / SHARDS_FILE

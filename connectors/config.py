@@ -25,7 +25,7 @@ class Origin(NamedTuple):
 def hf_to_nemo_config(hf_path: str | Path, *, vocab_size: int | None = None):
     """The NeMo ``GPTConfig`` that describes a Hugging Face checkpoint: sizes, rotary embedding, tying and dtype.
 
-    ``params_dtype``, ``bf16`` and ``fp16`` follow the checkpoint's dtype.
+    ``params_dtype``, ``bf16`` and ``fp16`` follow the checkpoint's dtype; ``seq_length`` is its context, tokens.
 
     Args:
         hf_path: folder of the checkpoint.

@@ -68,6 +68,9 @@ class Family:
         """
         values = self.config.to_nemo(hf_config)
         config_class = self.nemo_config() if self.nemo_config_of is None else self.nemo_config_of(hf_config)
+        # Some classes of NeMo have a field of their own for the context.
+        if "max_position_embeddings" in values:
+            values.setdefault("seq_length", values["max_position_embeddings"])
         known = {f.name for f in fields(config_class)}
         values = {name: value for name, value in values.items() if name in known or value is not None}
         # The layers here rotate in a kernel of their own; Megatron's needs Transformer Engine to be configured at all.

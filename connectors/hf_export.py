@@ -134,6 +134,7 @@ def _summary(
         revision=None if origin is None else origin.facts.revision,
         family=family_of(model.config).name,
         vocab_size=vocab_size,
+        seq_length=model.config.seq_length,
         mask_token={"id": mask_id, "text": None if tokenizer is None else tokenizer.convert_ids_to_tokens(mask_id)},
         added={"mask_token": False, "vocabulary_rows": 0, "mask_init": None},
     )

@@ -63,6 +63,7 @@ def pretrain(
         _check_optimizer(optim, trainer.strategy)
         start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}
         resume = start_from(init_from, resume, **start)
+    set_context(model, data.seq_length)
     with interrupts_end_with_their_code():
         return llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
 
@@ -97,10 +98,21 @@ def finetune(
         _check_adapters(peft, model, trainer.strategy, resume, init_from)
         start = {"mask_init": mask_init, "data": data, "recipe_mask_token_id": recipe_mask_token_id}
         resume = start_from(init_from, resume, **start, adapters=peft is not None)
+    set_context(model, data.seq_length)
     with interrupts_end_with_their_code():
         return llm.finetune(
             model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim, peft=peft, tokenizer="data"
         )
+
+
+def set_context(model: DiffusionModel, seq_length: int) -> None:
+    """Make checkpoints say how long the samples were, which is the context that they are sampled and judged with.
+
+    A table of learned positions keeps its rows.
+    """
+    if model.config.position_embedding_type != "learned_absolute":
+        for config in (model.config, model.__io__.config):
+            config.seq_length = seq_length
 
 
 def check_settings(model: DiffusionModel, data: pl.LightningDataModule, trainer: nl.Trainer) -> None:

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,7 +116,32 @@ def test_the_command_prints_lines_or_json(single_process, tmp_path, capsys):
     evaluate(GOLDEN / "sdar", tmp_path, **options, json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens"], found["bytes"], found["draws"]) == (100, len(TEXTS[0]), 2)
+    assert found["seq_length"] == 512
     evaluate(GOLDEN / "sdar", tmp_path, **options, json=False)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["bits", "per", "byte", f"{found['bits_per_byte']:.4f}"]
-    assert lines[-1] == f"100 tokens, {len(TEXTS[0])} bytes in 1 rows, 2 noise levels each"
+    assert lines[-1] == f"100 tokens, {len(TEXTS[0])} bytes in 1 rows of at most 512 tokens, 2 noise levels each"
+
+
+def test_an_export_is_judged_at_the_length_of_its_training(single_process, load, evaluate_texts, tmp_path):
+    from nemo_dllm.collections.diffusion.inference import load_checkpoint
+    from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
+    from nemo_dllm.collections.diffusion.objectives import MaskedDiffusion
+    from nemo_dllm.connectors.config import hf_to_nemo_config
+    from nemo_dllm.connectors.hf_export import export_hf_checkpoint
+    from nemo_dllm.connectors.hf_import import import_hf_checkpoint
+
+    source = GOLDEN / "a2d_qwen3"
+    model = MDLMModel(hf_to_nemo_config(source), MaskedDiffusion())
+    trained = import_hf_checkpoint(model, source, tmp_path / "nemo")
+    assert load_checkpoint(trained).seq_length == load("a2d_qwen3").seq_length == 512
+    context = trained / "context" / "io.json"
+    told = re.sub(r"(name='seq_length'[^{]*{[^{]*\"value\": )512", r"\g<1>48", context.read_text())
+    context.write_text(told)
+    exported = export_hf_checkpoint(trained, tmp_path / "hf")
+    found, again = (evaluate_texts(load_checkpoint(path), TEXTS) for path in (trained, exported))
+    assert found == again
+    assert (found.seq_length, found.rows) == (48, 5)
+    # What it can read is what its origin could.
+    assert load_checkpoint(exported).seq_length == 512
+    assert evaluate_texts(load_checkpoint(exported), TEXTS, seq_length=512).rows == 3

@@ -145,7 +145,7 @@ def test_nemo_dllm_samples(nemo, tmp_path):
     assert nemo("dllm", "infill", path, "prefix=w5", "suffix=w7", "length=2", "cache=None").endswith(" w7")
     (tmp_path / "text.txt").write_text("w5 w7")
     printed = nemo("dllm", "evaluate", path, f"data={tmp_path / 'text.txt'}", "num_draws=1")
-    assert printed == "2 tokens, 5 bytes in 1 rows, 1 noise levels each"
+    assert printed == "2 tokens, 5 bytes in 1 rows of at most 512 tokens, 1 noise levels each"
 
 
 @pytest.mark.parametrize("option", [["--for", "sglang"], ["--for=sglang"], ["for=sglang"], ["engine=sglang"]])

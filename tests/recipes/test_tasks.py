@@ -70,6 +70,18 @@ def test_sequence_longer_than_the_table_of_learned_positions(check, tiny):
         check(tiny)
 
 
+@pytest.mark.parametrize("position_embedding_type, length", [("rope", 64), ("learned_absolute", 128)])
+def test_checkpoints_say_how_long_the_samples_were(tiny, position_embedding_type, length):
+    import fiddle as fdl
+
+    from nemo_dllm.recipes.tasks import set_context
+
+    tiny.model.config.position_embedding_type = position_embedding_type
+    model = fdl.build(tiny.model)
+    set_context(model, seq_length=64)
+    assert model.config.seq_length == fdl.build(model.__io__.config).seq_length == length
+
+
 @pytest.mark.parametrize(
     "field, value, text",
     [

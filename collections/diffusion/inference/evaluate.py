@@ -35,6 +35,7 @@ class Evaluation:
         tokens: scored ones.
         bytes: of their text, UTF-8.
         rows: of the text.
+        seq_length: tokens of a row at most; more context makes a text more likely.
         draws: noise levels per row.
     """
 
@@ -44,6 +45,7 @@ class Evaluation:
     tokens: int
     bytes: int
     rows: int
+    seq_length: int
     draws: int
 
 
@@ -77,7 +79,8 @@ def evaluate_texts(
         model: see ``load_checkpoint``. The bound of a block-causal model is that of block diffusion (Arriola et al.
             2025), of any other one that of masked diffusion (Sahoo et al. 2024).
         texts: documents.
-        seq_length: tokens per row; None is the model's context, at most ``LONGEST_DEFAULT``.
+        seq_length: tokens per row; None is those of the training samples, else the model's context, and at most
+            ``LONGEST_DEFAULT``.
         batch_size: rows at a time; it does not change the result.
         num_draws: noise levels per row, evenly spread; the bound is a mean over all.
         max_rows: rows to take, from the first; None is all.
@@ -113,12 +116,15 @@ def evaluate_texts(
         tokens=num_tokens,
         bytes=num_bytes,
         rows=len(rows),
+        seq_length=length,
         draws=num_draws,
     )
 
 
 def _row_length(model: LoadedModel, seq_length: int | None) -> int:
-    length = min(model.seq_length, LONGEST_DEFAULT) if seq_length is None else seq_length
+    length = seq_length
+    if length is None:
+        length = min(model.sample_length or model.seq_length, model.seq_length, LONGEST_DEFAULT)
     if length > model.seq_length:
         raise ValueError(f"seq_length={length} is longer than the model's context of {model.seq_length}; choose less")
     if model.right_shift and length < 2:
@@ -197,4 +203,7 @@ def evaluate(
     print(f"bits per byte      {found.bits_per_byte:.4f}")
     print(f"perplexity bound   {found.perplexity:.4f} per token")
     print(f"NLL bound          {found.nll:.4f} nats per token")
-    print(f"{found.tokens} tokens, {found.bytes} bytes in {found.rows} rows, {found.draws} noise levels each")
+    print(
+        f"{found.tokens} tokens, {found.bytes} bytes in {found.rows} rows of at most {found.seq_length} tokens, "
+        f"{found.draws} noise levels each"
+    )

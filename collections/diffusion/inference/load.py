@@ -10,8 +10,9 @@ from megatron.core.transformer import TransformerConfig
 from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
 
 from nemo_dllm.collections.diffusion.characters import check_characters
+from nemo_dllm.collections.diffusion.checkpoint_folder import CheckpointKind
 from nemo_dllm.collections.diffusion.inference.cached import MegatronDenoiser
-from nemo_dllm.collections.diffusion.inference.locate import CheckpointKind, locate_checkpoint
+from nemo_dllm.collections.diffusion.inference.locate import locate_checkpoint
 from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
@@ -21,6 +22,7 @@ from nemo_dllm.collections.diffusion.sampling import SamplerConfig, preset_field
 from nemo_dllm.collections.diffusion.single_process import start_single_process
 from nemo_dllm.connectors.build import build_on_cpu
 from nemo_dllm.connectors.checkpoint_files import HFCheckpoint
+from nemo_dllm.connectors.companions import sample_length
 from nemo_dllm.connectors.config import hf_to_nemo_config
 from nemo_dllm.connectors.facts import read_facts, weights_dtype
 from nemo_dllm.connectors.families.registry import family_of, find_family
@@ -50,12 +52,15 @@ class LoadedModel:
         tokenizer: NeMo's tokenizer of the checkpoint; None where it has none.
         objective: what it was trained for, or would be: mask token, logit shift, and blocks where it attends by blocks.
         family: of the connectors; None for a model of no family.
+        sample_length: tokens of the samples of its last training, where it was exported from that; None where the
+            checkpoint tells no more than ``seq_length``.
     """
 
     core: DiffusionCore
     tokenizer: TokenizerSpec | None
     objective: Objective
     family: str | None = None
+    sample_length: int | None = None
 
     @cached_property
     def denoiser(self) -> MegatronDenoiser:
@@ -91,7 +96,7 @@ class LoadedModel:
 
     @property
     def seq_length(self) -> int:
-        """Tokens of the longest sample in training."""
+        """The model's context, tokens: of a run, and of what it saves, those of the samples of its training."""
         return self.config.seq_length
 
     @property
@@ -187,7 +192,8 @@ def load_checkpoint(path: str | Path, *, best: bool = False) -> LoadedModel:
     else:
         core.float()
         core.config.params_dtype = torch.float32
-    return LoadedModel(core, model.tokenizer, model.objective, _family_name(model.config))
+    family = _family_name(model.config)
+    return LoadedModel(core, model.tokenizer, model.objective, family, sample_length(checkpoint.path))
 
 
 def _family_name(config: TransformerConfig) -> str | None:
@@ -211,7 +217,6 @@ def _load_hf_checkpoint(path: Path) -> DiffusionModel:
         raise ValueError(f"{path} has no mask token; set mask_token_id in its config.json to the id of the mask token")
     mask_token = mask_token_at(facts.mask_token_id, load_hf_tokenizer(path), checkpoint.config, family)
     config = hf_to_nemo_config(path)
-    config.seq_length = getattr(config, "max_position_embeddings", config.seq_length)
     fixed = {"mask_token_id": mask_token.id, "right_shift": facts.right_shift}
     # A class that attends in both directions has blocks where it was exported from block diffusion.
     if facts.block_size is None:
