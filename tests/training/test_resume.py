@@ -93,6 +93,17 @@ def test_the_best_and_the_last_checkpoint_are_kept(straight, straight_folder):
     assert f"val_loss={loss[best]:.4f}-" in kept[best, False].name
 
 
+@pytest.mark.parametrize(
+    "metrics, name", [({}, "m--epoch=0-last"), ({"val_loss": torch.tensor(1.5)}, "m--val_loss=1.5000-epoch=0-last")]
+)
+def test_no_loss_is_named_before_the_first_validation(metrics, name):
+    from nemo_dllm.collections.diffusion.training.checkpoints import CommonModelCheckpoint
+
+    saving = CommonModelCheckpoint(monitor="val_loss")
+    template = "m--{val_loss:.4f}-{epoch}-last"
+    assert saving.format_checkpoint_name({"epoch": torch.tensor(0)} | metrics, template) == f"{name}.ckpt"
+
+
 def test_real_checkpoints_are_complete(killed_folder):
     from nemo_dllm.collections.diffusion.training.checkpoints import is_complete, latest_checkpoint
 

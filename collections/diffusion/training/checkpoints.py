@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import time
 import zipfile
 from collections.abc import Callable
@@ -14,12 +15,12 @@ from nemo.utils import logging
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
+from nemo_dllm.collections.diffusion.checkpoint_folder import is_written
+
 # Seconds between attempts to read.
 _DELAYS = (1, 2, 4, 8)
 # In which all nodes should see what one has written.
 _VISIBLE_WITHIN_SECONDS = 300
-
-_WRITTEN_LAST = (".metadata", "metadata.json", "common.pt")
 
 # What reading other bytes raises. A disk or a network that fails is no damage; where it keeps failing, the run ends:
 # going on from an older checkpoint would lose steps.
@@ -48,6 +49,15 @@ class CommonModelCheckpoint(ModelCheckpoint):
         if torch.distributed.is_initialized():
             torch.distributed.broadcast_object_list(found, src=0)
         return found[0]
+
+    def format_checkpoint_name(
+        self, metrics: dict[str, torch.Tensor], filename: str | None = None, ver: int | None = None
+    ) -> str:
+        """Lightning's, without a loss where none has been validated yet, of which it would make 0."""
+        filename = filename or self.filename
+        if self.monitor not in metrics:
+            filename = re.sub(rf"{{{self.monitor}\b[^}}]*}}-?", "", filename)
+        return super().format_checkpoint_name(metrics, filename, ver)
 
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
         """Save.
@@ -80,7 +90,7 @@ def damage_of(checkpoint: Path) -> str | None:
     The bytes of tensors are not looked at.
     """
     weights = checkpoint / "weights"
-    if not _is_written(weights) or ModelCheckpoint.is_checkpoint_unfinished(checkpoint):
+    if not is_written(weights) or ModelCheckpoint.is_checkpoint_unfinished(checkpoint):
         return "was not written to its end"
     try:
         for file in (weights / "metadata.json", checkpoint / "context" / "io.json"):
@@ -102,10 +112,6 @@ def damage_of(checkpoint: Path) -> str | None:
         if not file.is_file() or file.stat().st_size < length:
             return f"is damaged: {name} is {'shorter than it was' if file.is_file() else 'not there'}"
     return None
-
-
-def _is_written(weights: Path) -> bool:
-    return all((weights / name).is_file() for name in _WRITTEN_LAST)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -147,7 +153,7 @@ def seen_by(rank: int, checkpoint: Path) -> Path:
         FileNotFoundError: where it does not after five minutes.
     """
     deadline = time.monotonic() + _VISIBLE_WITHIN_SECONDS
-    while not _is_written(checkpoint / "weights"):
+    while not is_written(checkpoint / "weights"):
         if time.monotonic() > deadline:
             raise FileNotFoundError(
                 f"rank {rank} does not see {checkpoint}, which rank 0 goes on from; put the folder of the run "
