@@ -46,9 +46,10 @@ ROOMS = {
     "collections.diffusion": Room(),
     "collections.diffusion.setting_types": Room(),
     "collections.diffusion.model_source": Room(),
+    "collections.diffusion.checkpoint_folder": Room(),
     "collections.diffusion.characters": Room(),
     "collections.diffusion.objectives": Room("torch numpy attention.masks setting_types"),
-    "collections.diffusion.sampling": Room("torch setting_types", inside="rich"),
+    "collections.diffusion.sampling": Room("torch numpy setting_types", inside="rich kernels"),
     "collections.diffusion.kernels": Room("torch triton"),
     "collections.diffusion.attention.masks": Room("torch"),
     "collections.diffusion.attention.flex": Room("torch attention.masks"),
@@ -63,10 +64,10 @@ ROOMS = {
     "collections.diffusion.models": Room(
         "torch nemo megatron lightning objectives attention attention.masks cpu", inside="kernels"
     ),
-    "collections.diffusion.training": Room("torch nemo megatron lightning rich models"),
+    "collections.diffusion.training": Room("torch nemo megatron lightning rich models checkpoint_folder"),
     "collections.diffusion.inference": Room(
         "torch rich nemo megatron lightning sampling models objectives attention attention.masks connectors cpu "
-        "single_process chat_prompts characters",
+        "single_process chat_prompts characters checkpoint_folder",
         inside="transformers jinja2 data training PIL",
     ),
     "collections.diffusion.evaluation": Room("torch sampling inference", inside="lm_eval transformers datasets"),

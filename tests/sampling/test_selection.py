@@ -15,8 +15,9 @@ def select(probabilities, quota=1, candidates=None, **fields):
     given_NV = torch.tensor([[p, 1 - p] for p in probabilities])
     drawn_N = torch.full((len(probabilities),), 0.5, dtype=torch.float64)
     proposed = Predictions(torch.zeros(len(probabilities), dtype=torch.int64), given_NV, lambda: drawn_N)
-    scored_BT = torch.ones(1, len(probabilities), dtype=torch.bool)
-    scored = Scored.of(scored_BT, None if candidates is None else torch.tensor([candidates]))
+    places = range(len(probabilities))
+    may_be = [place for place in places if candidates is None or candidates[place]]
+    scored = Scored.of([may_be], len(probabilities), [places])
     config = SamplerConfig(**fields)
     return select_commits(judge(proposed, config), scored, [quota], config)
 
@@ -82,7 +83,8 @@ def test_order_at_a_temperature_follows_the_scores():
     given_NV = torch.stack([scores, 1 - scores], dim=1).repeat(rows, 1)
     proposed = Predictions(torch.zeros(3 * rows, dtype=torch.int64), given_NV, lambda: noise.uniform(scored_BT))
     config = SamplerConfig(remasking_temperature=0.25)
-    chosen = select_commits(judge(proposed, config), Scored.of(scored_BT), [1] * rows, config)
+    scored = Scored.of([range(3 * row, 3 * row + 3) for row in range(rows)], 3)
+    chosen = select_commits(judge(proposed, config), scored, [1] * rows, config)
     draws = torch.bincount(torch.tensor(chosen) % 3)
     expected = (scores / 0.25).softmax(dim=0) * rows
     assert ((draws - expected) ** 2 / expected).sum() < 18.4  # 2 degrees of freedom, 1 in 10,000

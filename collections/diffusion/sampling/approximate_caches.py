@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, gather_window, on_device, window_places
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, on_device, window_entries
 from nemo_dllm.collections.diffusion.sampling.cached_scorer import CachedScorer
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
@@ -50,16 +50,15 @@ class ApproximateCache(CachedScorer):
             window_BT = window_BT | _left_neighbours(window_BT)
         self._take(window_BT, self._right_shift)
 
-    def __call__(self, tokens_BT: Tensor, scored_BT: Tensor) -> Tensor:
-        places_2N = on_device(self._places_2BT[:, scored_BT], self._device)
-        return self._denoise(tokens_BT)[places_2N.unbind()]
+    def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor:
+        return self._logits_of(places, self._denoise(tokens_BT))
 
     def _encode(self, tokens_BT: Tensor, chosen_BT: Tensor) -> None:
         if not chosen_BT.any():
             return
-        given = gather_window(chosen_BT).take(tokens_BT, self._positions_BT, self._device)
-        one_block_BL = torch.zeros_like(given.positions_BL)
-        self._model.commit(*given[:2], self._cache, key_mask_BL=given.key_mask_BL, blocks_BL=one_block_BL)
+        at = self._pass_over(chosen_BT)
+        given = (self._tokens_of(at, tokens_BT), at.positions_BL, self._cache)
+        self._model.commit(*given, key_mask_BL=at.key_mask_BL, blocks_BL=torch.zeros_like(at.blocks_BL))
 
 
 class DelayedCache(CachedScorer):
@@ -96,7 +95,9 @@ class DelayedCache(CachedScorer):
     def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None:
         """Blocks make no difference."""
 
-    def __call__(self, tokens_BT: Tensor, scored_BT: Tensor) -> Tensor:
+    def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor:
+        scored_BT = torch.zeros_like(self._canvas.keys_BT)
+        scored_BT.view(-1)[places] = True
         # A row that waits or is full has no pass: its refreshes do not depend on what it is batched with.
         live_B = scored_BT.any(dim=1)
         holes_BT = self._canvas.holes_BT & (tokens_BT == self._mask_token_id)
@@ -105,16 +106,16 @@ class DelayedCache(CachedScorer):
         window_BT = due_BT & self._canvas.keys_BT & live_B[:, None]
         if self._right_shift:
             window_BT = window_BT | _left_neighbours(scored_BT)
-        window = gather_window(window_BT)
-        given = window.take(tokens_BT, self._positions_BT, self._device)
-        kept_BL = on_device(~holes_BT.gather(1, window.index_BL) & window.valid_BL, self._device)
-        places_2N = window_places(window_BT, self._right_shift)[:, scored_BT]
-        rows_N, columns_N = on_device(places_2N, self._device).unbind()
+        at = self._pass_over(window_BT)
+        kept_BL = ~holes_BT.gather(1, at.window.index_BL) & at.window.valid_BL
+        length = kept_BL.shape[1]
+        entries_N = window_entries(window_BT, length, self._right_shift)[scored_BT]
+        rows_N, columns_N = on_device(torch.stack([entries_N // length, entries_N % length]), self._device).unbind()
         self._encoded_BT = torch.where(window_BT, tokens_BT, self._encoded_BT)
         self._passes_B = self._passes_B + live_B
-        return self._model.score_and_keep(
-            *given[:2], self._cache, rows_N, columns_N, key_mask_BL=given.key_mask_BL, kept_BL=kept_BL
-        )
+        given = (self._tokens_of(at, tokens_BT), at.positions_BL, self._cache, rows_N, columns_N)
+        kept_BL = on_device(kept_BL, self._device)
+        return self._model.score_and_keep(*given, key_mask_BL=at.key_mask_BL, kept_BL=kept_BL)
 
 
 def _left_neighbours(chosen_BT: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 Shape letters: B rows, T canvas positions, L positions of one pass.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -48,14 +50,6 @@ class Canvas(NamedTuple):
         return Canvas(self.holes_BT.cpu(), self.blocks_BT.cpu(), self.keys_BT.cpu(), self.padded)
 
 
-class Given(NamedTuple):
-    """What a model gets of the positions of a pass, on its device; see ``CachedDenoiser``."""
-
-    tokens_BL: Tensor
-    positions_BL: Tensor
-    key_mask_BL: Tensor
-
-
 class Window(NamedTuple):
     """Some positions of each row, ascending, padded on the right to the row that has most.
 
@@ -66,11 +60,6 @@ class Window(NamedTuple):
 
     index_BL: Tensor
     valid_BL: Tensor
-
-    def take(self, tokens_BT: Tensor, positions_BT: Tensor, device: torch.device) -> Given:
-        """Tokens and positions within the text at these places."""
-        parts = (tokens_BT.gather(1, self.index_BL), positions_BT.gather(1, self.index_BL), self.valid_BL)
-        return Given(*(on_device(part, device) for part in parts))
 
 
 def block_indices(holes_BT: Tensor, block_size: int | None, origin: str = "prompt") -> Tensor:
@@ -109,13 +98,28 @@ def gather_window(chosen_BT: Tensor) -> Window:
     return Window(index_BL, valid_BL)
 
 
-def window_places(chosen_BT: Tensor, right_shift: bool) -> Tensor:
-    """Row and column that the logits for each position have in a pass over the chosen ones; int64 [2, B, T].
+def window_entries(chosen_BT: Tensor, length: int, right_shift: bool) -> Tensor:
+    """Which logits are those of a position in a pass over the chosen ones, of all rows one after the other.
 
-    With a shift they are those of its left neighbour; position 0 has its own. What is not in the pass has any place.
+    With a shift they are those of its left neighbour; position 0 has its own. What is not in the pass has any number.
+
+    Args:
+        chosen_BT: bool, the positions of the pass.
+        length: of the pass; L.
+        right_shift: logits of a position predict the next one.
+
+    Returns:
+        int64 [B, T].
     """
     columns_BT = chosen_BT.cumsum(dim=1) - 1
     if right_shift:
         columns_BT = torch.cat([columns_BT[:, :1], columns_BT[:, :-1]], dim=1)
-    rows_B1 = torch.arange(len(chosen_BT))[:, None]
-    return torch.stack([rows_B1.expand_as(columns_BT), columns_BT])
+    return columns_BT + torch.arange(0, len(chosen_BT) * length, max(length, 1))[:, None]
+
+
+def places_by_row(chosen_BT: Tensor) -> list[list[int]]:
+    """The chosen positions of each row, ascending, counted row after row."""
+    rows, width = chosen_BT.shape
+    places = chosen_BT.flatten().nonzero()[:, 0].tolist()
+    bounds = [bisect_left(places, row * width) for row in range(rows + 1)]
+    return [places[start:end] for start, end in pairwise(bounds)]

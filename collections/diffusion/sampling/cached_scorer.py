@@ -5,14 +5,31 @@ Shape letters: B rows, T canvas positions, L positions of one pass, V vocabulary
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+import numpy
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, gather_window, on_device, window_places
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, Window, gather_window, on_device, window_entries
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, join_attribute
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
+
+
+class Pass(NamedTuple):
+    """What a pass over some positions needs besides their tokens.
+
+    Attributes:
+        chosen_BT: bool, the positions, on the CPU.
+        window: the same.
+        positions_BL, key_mask_BL, blocks_BL: as of ``CachedDenoiser``, on the model's device.
+    """
+
+    chosen_BT: Tensor
+    window: Window
+    positions_BL: Tensor
+    key_mask_BL: Tensor
+    blocks_BL: Tensor
 
 
 class CachedScorer:
@@ -43,14 +60,32 @@ class CachedScorer:
         joined._cache = join_attribute(picked, "_cache", canvas.keys_BT.shape[1])
         return joined
 
-    def _take(self, positions_BT: Tensor, shifted: bool) -> None:
-        """Let ``_denoise`` give these positions to the model; ``shifted`` as of ``window_places``."""
-        self._window = gather_window(positions_BT)
-        self._positions_BL = on_device(self._positions_BT.gather(1, self._window.index_BL), self._device)
-        self._key_mask_BL = on_device(self._window.valid_BL, self._device)
-        self._places_2BT = window_places(positions_BT, shifted)
+    def _pass_over(self, chosen_BT: Tensor) -> Pass:
+        """A pass over these positions."""
+        window = gather_window(chosen_BT)
+        positions_BL, blocks_BL = (x.gather(1, window.index_BL) for x in (self._positions_BT, self._canvas.blocks_BT))
+        given = (on_device(x_BL, self._device) for x_BL in (positions_BL, window.valid_BL, blocks_BL))
+        return Pass(chosen_BT, window, *given)
+
+    def _tokens_of(self, at: Pass, tokens_BT: Tensor) -> Tensor:
+        """Int64 [B, L], on the model's device."""
+        return on_device(tokens_BT.gather(1, at.window.index_BL), self._device)
+
+    def _take(self, chosen_BT: Tensor, shifted: bool) -> None:
+        """Let ``_denoise`` give these positions to the model; ``shifted`` as of ``window_entries``."""
+        self._pass = self._pass_over(chosen_BT)
+        self._entries_BT = window_entries(chosen_BT, self._pass.positions_BL.shape[1], shifted)
 
     def _denoise(self, tokens_BT: Tensor) -> Tensor:
-        """Logits [B, L, V]; ``_places_2BT`` tells where in them those for a position are."""
-        tokens_BL = on_device(tokens_BT.gather(1, self._window.index_BL), self._device)
-        return self._model.denoise(tokens_BL, self._positions_BL, self._cache, key_mask_BL=self._key_mask_BL)
+        """Logits [B, L, V]; ``_entries_BT`` tells which of them are those for a position."""
+        at = self._pass
+        tokens_BL = self._tokens_of(at, tokens_BT)
+        return self._model.denoise(tokens_BL, at.positions_BL, self._cache, key_mask_BL=at.key_mask_BL)
+
+    def _logits_of(self, places: Sequence[int], logits_BLV: Tensor) -> Tensor:
+        """Those [N, V] for some places; of a block without any token yet they are all of them, as they are."""
+        entries_N = self._entries_BT.numpy().reshape(-1)[places]
+        rows, length = logits_BLV.shape[:2]
+        if len(entries_N) == rows * length and (entries_N == numpy.arange(rows * length)).all():
+            return logits_BLV.flatten(0, 1)
+        return logits_BLV[on_device(torch.from_numpy(numpy.array(divmod(entries_N, length))), self._device).unbind()]

@@ -1,10 +1,10 @@
 """Logits of the positions that a step asks for: from the whole canvas, or with keys and values kept from earlier steps.
 
 A scorer is told the block of each row at hand where one of them moves on, ``begin(tokens_BT, active_BT)``, and called
-for each step as (tokens_BT, scored_BT) -> logits_NV: the canvas, and the positions to score (some of the active ones),
-in row-major order. The tensors that it gets are on the CPU, where looking into them costs little; the logits are on the
-model's device, and it never waits for that. One whose rows can be moved between passes has ``join_rows`` (see
-``joining``), after which ``begin`` comes first.
+for each step as (tokens_BT, places) -> logits_NV: the canvas, and the places to score, ascending (some of the active
+ones, counted row after row). The tensors that it gets are on the CPU, where looking into them costs little; the logits
+are on the model's device, and it never waits for that. One whose rows can be moved between passes has ``join_rows``
+(see ``joining``), after which ``begin`` comes first.
 
 Shape letters: B rows, T canvas positions, L positions of one pass, N scored positions, V vocabulary.
 """
@@ -14,12 +14,13 @@ from copy import copy
 from functools import partial
 from typing import Any, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.approximate_caches import ApproximateCache, DelayedCache
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, gather_window, on_device
-from nemo_dllm.collections.diffusion.sampling.cached_scorer import CachedScorer
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, on_device
+from nemo_dllm.collections.diffusion.sampling.cached_scorer import CachedScorer, Pass
 from nemo_dllm.collections.diffusion.sampling.config import DELAYED, SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, join_attribute, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
@@ -32,7 +33,7 @@ class Scorer(Protocol):
 
     def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None: ...
 
-    def __call__(self, tokens_BT: Tensor, scored_BT: Tensor) -> Tensor: ...
+    def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor: ...
 
 
 class WholeCanvas:
@@ -52,11 +53,12 @@ class WholeCanvas:
     def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None:
         """Blocks make no difference."""
 
-    def __call__(self, tokens_BT: Tensor, scored_BT: Tensor) -> Tensor:
-        tokens_BT = on_device(tokens_BT, self._device)
-        rows_N, positions_N = on_device(scored_BT.nonzero(), self._device).unbind(dim=1)
+    def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor:
+        rows_N, positions_N = divmod(numpy.array(places), tokens_BT.shape[1])
         if self._right_shift:
-            positions_N = (positions_N - 1).clamp_min(0)
+            positions_N = (positions_N - 1).clip(0)
+        entries_2N = torch.from_numpy(numpy.array([rows_N, positions_N]))
+        (rows_N, positions_N), tokens_BT = on_device(entries_2N, self._device), on_device(tokens_BT, self._device)
         if hasattr(self._model, "score_positions"):
             return self._model.score_positions(tokens_BT, rows_N, positions_N, key_mask_BT=self._key_mask_BT)
         logits_BTV = self._model(tokens_BT, key_mask_BT=self._key_mask_BT)
@@ -77,53 +79,52 @@ class CommittedBlocks(CachedScorer):
     def __init__(self, model: CachedDenoiser, canvas: Canvas, right_shift: bool, device: torch.device):
         super().__init__(model, canvas, right_shift, device)
         self._committed_BT = torch.zeros_like(canvas.keys_BT)
-        self._last_BV = None
+        self._last_BV = self._pass = None
 
     @classmethod
     def join_rows(cls, picked: Sequence[Picked], canvas: Canvas) -> "CommittedBlocks":
         """For rows of several runs, with the blocks that they have committed."""
         joined = cls._with_rows(picked, canvas)
         joined._committed_BT = stack_rows(attribute_of(picked, "_committed_BT"), canvas.keys_BT.shape[1])
-        joined._last_BV = stack_rows(attribute_of(picked, "_last_BV"))
+        joined._last_BV, joined._pass = stack_rows(attribute_of(picked, "_last_BV")), None
         return joined
 
     def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None:
         """Encode the blocks before those at hand."""
         lowest = torch.iinfo(torch.int64).min
         current_B1 = self._canvas.blocks_BT.masked_fill(~active_BT, lowest).amax(dim=1, keepdim=True)
-        earlier_BT = self._canvas.keys_BT & (self._canvas.blocks_BT < current_B1)
-        self._commit(tokens_BT, earlier_BT & ~self._committed_BT)
+        pending_BT = self._canvas.keys_BT & (self._canvas.blocks_BT < current_B1) & ~self._committed_BT
+        if pending_BT.any():
+            # As a rule that is the block at hand so far, for which everything is there.
+            same = self._pass is not None and torch.equal(pending_BT, self._pass.chosen_BT)
+            self._commit(tokens_BT, self._pass if same else self._pass_over(pending_BT))
         # What a shift needs besides the block at hand is put in front of its logits.
         self._take(active_BT, shifted=False)
 
-    def __call__(self, tokens_BT: Tensor, scored_BT: Tensor) -> Tensor:
-        places_2N = self._places_2BT[:, scored_BT]
+    def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor:
         if not self._right_shift:
-            return self._denoise(tokens_BT)[on_device(places_2N, self._device).unbind()]
-        rows_N, columns_N = places_2N
+            return self._logits_of(places, self._denoise(tokens_BT))
+        entries_BT = self._entries_BT.numpy()
+        rows_N, columns_N = divmod(entries_BT.reshape(-1)[places], self._pass.positions_BL.shape[1])
         has_neighbour_B = self._committed_BT.any(dim=1)
-        if not columns_N.any() and has_neighbour_B[rows_N].all():
+        if not columns_N.any() and has_neighbour_B.numpy()[rows_N].all():
             # With blocks of one token always so: the commit has given all that would be read of a pass.
-            return self._last_BV[on_device(rows_N, self._device)]
+            return self._last_BV[on_device(torch.from_numpy(rows_N), self._device)]
         logits_BLV = self._denoise(tokens_BT)
         # The left neighbour of a block's first position is the last committed one; without any, as at position 0.
         first_BV = logits_BLV[:, 0]
         if self._last_BV is not None:
             first_BV = torch.where(on_device(has_neighbour_B[:, None], self._device), self._last_BV, first_BV)
         shifted_BLV = torch.cat([first_BV[:, None], logits_BLV[:, :-1]], dim=1)
-        return shifted_BLV[on_device(places_2N, self._device).unbind()]
+        return self._logits_of(places, shifted_BLV)
 
-    def _commit(self, tokens_BT: Tensor, pending_BT: Tensor) -> None:
-        if not pending_BT.any():
-            return
-        window = gather_window(pending_BT)
-        given = window.take(tokens_BT, self._positions_BT, self._device)
-        blocks_BL = on_device(self._canvas.blocks_BT.gather(1, window.index_BL), self._device)
-        last_BV = self._model.commit(*given[:2], self._cache, key_mask_BL=given.key_mask_BL, blocks_BL=blocks_BL)
-        self._committed_BT = self._committed_BT | pending_BT
+    def _commit(self, tokens_BT: Tensor, at: Pass) -> None:
+        given = (self._tokens_of(at, tokens_BT), at.positions_BL, self._cache)
+        last_BV = self._model.commit(*given, key_mask_BL=at.key_mask_BL, blocks_BL=at.blocks_BL)
+        self._committed_BT = self._committed_BT | at.chosen_BT
         if self._right_shift:
             if self._last_BV is not None:
-                is_given_B1 = on_device(window.valid_BL.any(dim=1, keepdim=True), self._device)
+                is_given_B1 = on_device(at.window.valid_BL.any(dim=1, keepdim=True), self._device)
                 last_BV = torch.where(is_given_B1, last_BV, self._last_BV)
             self._last_BV = last_BV
 
@@ -158,10 +159,10 @@ class Guided:
         for branch, branch_BT in self._branches(tokens_BT):
             branch.begin(branch_BT, active_BT)
 
-    def __call__(self, tokens_BT: Tensor, scored_BT: Tensor) -> Tensor:
+    def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor:
         # Infinity in both, as of a token that the model never gives, has no difference.
         conditional_NV, unconditional_NV = (
-            branch(branch_BT, scored_BT).float().clamp(-_LARGEST, _LARGEST)
+            branch(branch_BT, places).float().clamp(-_LARGEST, _LARGEST)
             for branch, branch_BT in self._branches(tokens_BT)
         )
         return unconditional_NV + (self._scale + 1) * (conditional_NV - unconditional_NV)

@@ -5,15 +5,13 @@ There are few of them, and numbers of Python take less time than the operations 
 Shape letters: B rows, T canvas positions, N scored positions of all rows in row-major order.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from ctypes import c_float
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from math import isclose, isnan
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.noise import gumbel
@@ -37,16 +35,17 @@ class Scored(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, scored_BT: Tensor, candidates_BT: Tensor | None = None) -> "Scored":
-        """From masks of the canvas; without the second one all are candidates."""
-        rows, width = scored_BT.shape
-        places = scored_BT.flatten().nonzero()[:, 0].tolist()
-        bounds = [bisect_left(places, row * width) for row in range(rows + 1)]
-        by_row = [range(start, end) for start, end in pairwise(bounds)]
-        if candidates_BT is not None:
-            are_candidates = candidates_BT[scored_BT].tolist()
-            by_row = [[n for n in row if are_candidates[n]] for row in by_row]
-        return cls(places, by_row, width)
+    def of(
+        cls, candidates: Sequence[Sequence[int]], width: int, others: Sequence[Sequence[int]] | None = None
+    ) -> "Scored":
+        """Places that may be committed, by row, and others that are scored as well."""
+        if others is None:
+            ends = list(accumulate(map(len, candidates), initial=0))
+            return cls(list(chain.from_iterable(candidates)), [range(*bounds) for bounds in pairwise(ends)], width)
+        rows = [sorted({*row, *other}) for row, other in zip(candidates, others, strict=True)]
+        places = list(chain.from_iterable(rows))
+        number_of = {place: number for number, place in enumerate(places)}
+        return cls(places, [[number_of[place] for place in row] for row in candidates], width)
 
     def at(self, numbers: Sequence[int]) -> list[int]:
         """The places of some of them."""
@@ -80,9 +79,11 @@ def judge(predictions: Predictions, config: SamplerConfig) -> Judged:
         noise_N = gumbel(predictions.draw_uniform_N().double())
         # In float32 a temperature next to 0 would be 0, and every score infinite.
         scores_N = scores_N.double() / config.remasking_temperature + noise_N
-    values = (predictions.tokens_N, scores_N, predictions.chosen_probability())
+    probabilities_N = predictions.chosen_probability()
+    values = [predictions.tokens_N, probabilities_N] + [scores_N] * (scores_N is not probabilities_N)
     # float64 holds every token id, and float32 without rounding.
-    tokens, scores, probabilities = torch.stack([values_N.double() for values_N in values]).cpu().tolist()
+    tokens, probabilities, *others = torch.stack([values_N.double() for values_N in values]).cpu().tolist()
+    scores = others[0] if others else probabilities
     if isnan(sum(probabilities)):
         raise ValueError(
             "the model's logits are NaN, or -inf for every token that may be chosen; check its weights, and its dtype: "
@@ -127,13 +128,15 @@ def above(probabilities: Sequence[float], numbers: Sequence[int], threshold: flo
     return [n for n in numbers if probabilities[n] > threshold]
 
 
-def _best(values: Sequence[float], numbers: Sequence[int], count: int) -> list[int]:
+def _best(values: Sequence[float], numbers: Sequence[int], count: int) -> Sequence[int]:
     """The highest; the lowest position first among those that differ by what rounding may make of equal ones."""
+    if count >= len(numbers):
+        return numbers
+    # Masks without a text before them are all alike, and which is ahead by a bit depends on the batch.
     order, start = sorted(numbers, key=values.__getitem__, reverse=True), 0
-    while start < min(count, len(order)):
+    while start < count:
         highest = values[order[start]]
-        # Masks without a text before them are all alike, and which is ahead by a bit depends on the batch.
-        differ = (n for n in range(start, len(order)) if not isclose(values[order[n]], highest, **_ROUNDING))
+        differ = (n for n in range(start + 1, len(order)) if not isclose(values[order[n]], highest, **_ROUNDING))
         end = next(differ, len(order))
         order[start:end] = sorted(order[start:end])
         start = end

@@ -56,6 +56,19 @@ def tells_first_tokens_apart(config: SamplerConfig) -> bool:
     return bool(begin) or config.min_new_tokens > 0
 
 
+def forbidden_tokens(mask_token_id: int, config: SamplerConfig) -> tuple[int, ...]:
+    """Tokens that are never chosen, at any position."""
+    if config.quirks.mask_token_allowed:
+        return config.suppress_token_ids
+    return (*config.suppress_token_ids, mask_token_id)
+
+
+def only_forbids(config: SamplerConfig) -> bool:
+    """Whether logits are restricted by nothing but ``forbidden_tokens``."""
+    pays = config.eos_penalty and config.eos_token_id is not None
+    return not pays and not tells_first_tokens_apart(config)
+
+
 def restrict_logits(logits_NV: Tensor, ordinals_N: Tensor | None, mask_token_id: int, config: SamplerConfig) -> Tensor:
     """Float32 logits in which forbidden tokens are -inf, and the end token pays its penalty.
 
@@ -72,9 +85,7 @@ def restrict_logits(logits_NV: Tensor, ordinals_N: Tensor | None, mask_token_id:
     allowed_NV = logits_NV.float().clamp(max=torch.finfo(torch.float32).max)
     if config.eos_penalty and config.eos_token_id is not None:
         allowed_NV[:, config.eos_token_id] -= config.eos_penalty
-    forbidden = config.suppress_token_ids
-    if not config.quirks.mask_token_allowed:
-        forbidden = (*forbidden, mask_token_id)
+    forbidden = forbidden_tokens(mask_token_id, config)
     if forbidden:
         allowed_NV.masked_fill_(token_columns(forbidden, vocabulary, device), -torch.inf)
     eos = () if config.eos_token_id is None else (config.eos_token_id,)
