@@ -141,6 +141,19 @@ def export_dtypes(model: nn.Module, dtype_of: Callable[[str], torch.dtype]) -> d
     return exported_dtypes([(a.entry, a.parameter) for a in _export_assignments(model)], dtype_of)
 
 
+class OtherModelError(ValueError):
+    """A configuration describes another model than a checkpoint's.
+
+    Attributes:
+        hf_config: content of the checkpoint's config.json.
+        settings: what the configuration's fields would have to be; empty where it is of another family.
+    """
+
+    def __init__(self, message: str, hf_config: Mapping[str, Any], settings: Mapping[str, Any]):
+        super().__init__(message)
+        self.hf_config, self.settings = hf_config, settings
+
+
 def check_fits_config(config, hf_config: Mapping[str, Any], where: Path) -> None:
     """Check that a NeMo configuration describes a checkpoint's model.
 
@@ -150,18 +163,20 @@ def check_fits_config(config, hf_config: Mapping[str, Any], where: Path) -> None
         where: the checkpoint, for the error.
 
     Raises:
-        ValueError: for another family, or naming every field that differs.
+        OtherModelError: for another family, or naming every field that differs.
     """
     family = find_family(hf_config)
     if family_of(config) is not family:
-        raise ValueError(
+        message = (
             f"{where} is of family {family.name}, the model's configuration {type(config).__name__} of family "
             f"{family_of(config).name}; take {family.nemo_config().__name__}"
         )
+        raise OtherModelError(message, hf_config, settings={})
     differences = family.config.differences(config, hf_config)
     if differences:
         listed = ", ".join(f"{name}={ours!r} (checkpoint: {theirs!r})" for name, (ours, theirs) in differences.items())
-        raise ValueError(f"the model's configuration contradicts the {CONFIG_FILE} of {where}: {listed}")
+        message = f"the model's configuration contradicts the {CONFIG_FILE} of {where}: {listed}"
+        raise OtherModelError(message, hf_config, {name: theirs for name, (_, theirs) in differences.items()})
 
 
 def _written(assignments: list[Assignment], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:

@@ -17,7 +17,9 @@ from nemo_dllm.connectors.adoption import adopt_import, adopt_mask_token
 from nemo_dllm.connectors.base_model import base_of, keep_base
 from nemo_dllm.connectors.companions import read_origin
 from nemo_dllm.connectors.importers import local_folder
+from nemo_dllm.connectors.load import OtherModelError
 from nemo_dllm.connectors.start import HFWeights, adopt_hf_checkpoint
+from nemo_dllm.recipes.fitting import way_out
 
 
 @dataclass(kw_only=True)
@@ -51,6 +53,20 @@ class StartFrom(ResumeLatest):
         Raises:
             FileNotFoundError, ValueError: for ``init_from`` that is absent, damaged or another model's.
         """
+        try:
+            self._adopt(trainer, model)
+        except OtherModelError as error:
+            raise ValueError(f"{error}; {way_out(error, type(model))}") from error
+        if model.tokenizer is not None and getattr(self.data.__io__, "tokenizer", None) is None:
+            self.data.tokenizer = model.tokenizer
+        if isinstance(self.data, MockDataModule):
+            # Random tokens are all but the mask token, which may lie beyond them.
+            mask_token_id = model.objective.mask_token_id
+            is_among_them = mask_token_id is not None and mask_token_id < self.data.vocab_size
+            self.data.mask_token_id = mask_token_id if is_among_them else None
+        super().setup(trainer, model)
+
+    def _adopt(self, trainer: pl.Trainer, model: DiffusionModel) -> None:
         source = Path(self.init_from)
         if (source / "context").is_dir():
             self.restore_config = RestoreConfig(path=str(source))
@@ -60,14 +76,6 @@ class StartFrom(ResumeLatest):
                 self._start_from_trained(source, model)
         else:
             self._start_from_hf(trainer, model)
-        if model.tokenizer is not None and getattr(self.data.__io__, "tokenizer", None) is None:
-            self.data.tokenizer = model.tokenizer
-        if isinstance(self.data, MockDataModule):
-            # Random tokens are all but the mask token, which may lie beyond them.
-            mask_token_id = model.objective.mask_token_id
-            is_among_them = mask_token_id is not None and mask_token_id < self.data.vocab_size
-            self.data.mask_token_id = mask_token_id if is_among_them else None
-        super().setup(trainer, model)
 
     def _start_from_trained(self, source: Path, model: DiffusionModel) -> None:
         # What shapes the weights comes first: with other weights, no mask token is of use.

@@ -267,3 +267,16 @@ def test_a_trained_model_of_other_sizes_is_told_before_its_mask_token(imported, 
     model.config.num_layers = 7
     with pytest.raises(ValueError, match="trained is another model's: num_layers=2 there, 7 here"):
         StartFrom(init_from=str(trained), data=MockDataModule(vocab_size=196)).setup(None, model)
+
+
+def test_an_import_of_other_sizes_names_a_way_out(imported, recipes):
+    import fiddle as fdl
+
+    from nemo_dllm.collections.diffusion.data.mock_datamodule import MockDataModule
+    from nemo_dllm.recipes.start import StartFrom
+
+    model = fdl.build(recipes["qwen3_0p6b_a2d_finetune"].model)
+    with pytest.raises(
+        ValueError, match=r"num_layers=28 \(checkpoint: 2\).*; no recipe has its sizes: set model.config"
+    ):
+        StartFrom(init_from=str(imported), data=MockDataModule(vocab_size=196)).setup(None, model)
