@@ -35,12 +35,17 @@ def find_mask_token(
         ValueError: where the mask token is the bos, eos, pad or unk token as well, a file names an id outside of the
             vocabulary, or the tokenizer's ids have a gap, in which it would count a new one.
     """
-    for settings in (hf, generation):
+    for file, settings in (("config.json", hf), ("generation_config.json", generation)):
         named = settings.get("mask_token_id")
         if named is not None:
+            last = family.vocab_size(hf) - 1
             if type(named) is not int:
                 raise ValueError(f"mask_token_id={named!r} is no whole number; write the id of one token")
-            _check_inside(named, family.vocab_size(hf))
+            if not 0 <= named <= last:
+                raise ValueError(
+                    f"{file} has mask_token_id={named}, outside the vocabulary of {last + 1}; write the id of the mask "
+                    f"token there, from 0 to {last}"
+                )
             return mask_token_at(named, tokenizer, hf, family)
     if tokenizer is None:
         return MaskToken(None, None)
@@ -64,8 +69,12 @@ def mask_token_at(token_id: int, tokenizer, hf: Mapping[str, Any], family: Famil
     """
     _check_unshared(token_id, tokenizer, hf)
     token = token_at(token_id, tokenizer, family)
-    if token.text is None:
-        _check_inside(token_id, family.vocab_size(hf))
+    last = family.vocab_size(hf) - 1
+    if token.text is None and not 0 <= token_id <= last:
+        raise ValueError(
+            f"mask_token_id={token_id} is outside the vocabulary of {last + 1}; choose an id from 0 to {last}, or "
+            "leave it out (a recipe's own: null), which takes the checkpoint's mask token or adds one"
+        )
     return token
 
 
@@ -92,14 +101,6 @@ def _added_id(tokenizer, text: str) -> int:
     """The id of a token, added where it is new; that of another one where the tokenizer's ids have a gap."""
     tokenizer.add_special_tokens({"mask_token": text})
     return tokenizer.convert_tokens_to_ids(text)
-
-
-def _check_inside(token_id: int, vocab_size: int) -> None:
-    if not 0 <= token_id < vocab_size:
-        raise ValueError(
-            f"mask_token_id={token_id} is outside the vocabulary of {vocab_size}; choose an id in it, or None (null on "
-            "the command line, for a recipe's own too), which takes the checkpoint's mask token or adds one"
-        )
 
 
 def _check_unshared(token_id: int, tokenizer, hf: Mapping[str, Any]) -> None:

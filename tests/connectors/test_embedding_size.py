@@ -33,7 +33,7 @@ def test_a_mask_token_behind_the_rows(single_process, make_twin, tmp_path):
     from nemo_dllm.connectors.conversion import import_checkpoint
 
     source = make_twin("llada", **SIZES, mask_token_id=200)
-    with pytest.raises(ValueError, match="mask_token_id=200 is outside the vocabulary of 200; choose an id in it"):
+    with pytest.raises(ValueError, match="mask_token_id=200.* outside the vocabulary of 200"):
         import_checkpoint(source, tmp_path / "nemo")
 
 

@@ -131,6 +131,7 @@ def test_the_rows_are_made_as_asked(convert, make_twin):
 @pytest.mark.nemo
 def test_ids_that_no_token_has_are_refused_beyond_the_table(convert, make_twin, tmp_path):
     twin = make_twin("qwen3", rows_to(196), vocab_size=196)
-    with pytest.raises(ValueError, match="mask_token_id=197 is outside the vocabulary of 196; choose an id in it"):
+    text = "mask_token_id=197 is outside the vocabulary of 196; choose an id from 0 to 195, or leave it out"
+    with pytest.raises(ValueError, match=text):
         convert(twin, mask_token_id=197)
     assert [folder.name for folder in tmp_path.iterdir()] == ["twin"]
