@@ -17,12 +17,12 @@ def frames_of(page):
     return json.loads(re.search(r'<script type="application/json">(.*?)</script>', page, re.DOTALL)[1])
 
 
-def test_a_page_holds_every_step(tmp_path):
+def test_a_page_holds_every_step(tmp_path, capsys):
     from nemo_dllm.collections.diffusion.inference.replay import Replay
 
     replay = Replay(tmp_path / "replay.html", title="a question")
     replay.write()
-    assert not replay.path.exists()
+    assert not replay.path.exists() and capsys.readouterr().err == ""
     words = ["a", "</script><b>", "\x1b"]
 
     def decode(ids):
@@ -31,6 +31,7 @@ def test_a_page_holds_every_step(tmp_path):
     replay.add(step(1, [0, 9, 9], [False, True, True], [True, False, False]), decode)
     replay.add(step(2, [0, 1, 2], [False, False, False], [False, True, True]), decode)
     replay.write()
+    assert capsys.readouterr().err == f"replay: {tmp_path / 'replay.html'}\n"
     page = replay.path.read_text()
     assert page.count("</script>") == 2
     assert frames_of(page) == [

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ class Replay:
         self._frames.append({"title": self.title, "caption": caption, "pieces": pieces})
 
     def write(self) -> None:
-        """Write the file; nothing where nothing was recorded."""
+        """Write the file, and say so on standard error; nothing where nothing was recorded."""
         if self._frames:
             _WRITERS[self.path.suffix.lower()](self.path, self._frames)
+            print(f"replay: {self.path}", file=sys.stderr)
