@@ -12,7 +12,7 @@ import typer
 
 from nemo_dllm.cli import data
 from nemo_dllm.cli.errors import USAGE, has_the_word, in_options, is_first_process, is_for_users, one_line
-from nemo_dllm.cli.sampling import COMMANDS, REQUIRED, Command, Option, check_alternatives
+from nemo_dllm.cli.sampling import COMMANDS, REQUIRED, Command, Option, check_alternatives, check_checkpoint
 
 app = typer.Typer(
     help="Diffusion language models on NeMo: train them, sample from them.",
@@ -75,6 +75,10 @@ def plan(
     verbose: Verbose = False,
 ) -> None:
     """Tell what a recipe needs of each GPU, and which layouts fit."""
+    for override in overrides or ():
+        name, _, value = override.partition("=")
+        if name in ("gpus", "memory"):
+            raise typer.BadParameter(f"{override} is no field of the recipe; write --{name} {value}")
     _import("recipes.commands", verbose).print_plan(recipe, gpus, memory, overrides or ())
 
 
@@ -120,6 +124,7 @@ def export_hf(
     verbose: Verbose = False,
 ) -> None:
     """Write a NeMo checkpoint, of a run the latest, as a Hugging Face checkpoint."""
+    check_checkpoint(path)
     _import("recipes.conversion", verbose).export_hf(path, output_path, overwrite=overwrite, engine=engine)
 
 
@@ -133,6 +138,7 @@ def verify(
     verbose: Verbose = False,
 ) -> None:
     """Compare all weights, and logits on real prompts; exit code 1 where they differ."""
+    check_checkpoint(checkpoint)
     _import("recipes.conversion", verbose).verify(hf_path, checkpoint, tolerance=tolerance)
 
 

@@ -73,7 +73,7 @@ def read_recipe(factory: str, overrides: Sequence[str] = ()) -> run.Partial:
     Raises:
         ValueError: for what cannot be read; names the nearest known ones.
     """
-    task = getattr(llm, RECIPES[_name_of(factory)]().__fn_or_cls__.__name__)
+    task = getattr(llm, RECIPES[name_of(factory)]().__fn_or_cls__.__name__)
     with _without_announcements():
         return QuietRun(name=task.__name__, factory=factory).parse_fn(task, list(overrides))
 
@@ -100,7 +100,7 @@ class QuietRun(api.RunContext):
         """
         for argument in args:
             if argument.startswith("-") or "=" not in argument:
-                hint = f"; did you mean --factory {argument}?" if _name_of(argument) in RECIPES else ""
+                hint = f"; did you mean --factory {argument}?" if name_of(argument) in RECIPES else ""
                 raise ValueError(f"{argument} is neither an option of nemo llm {fn.__name__} nor FIELD=VALUE{hint}")
         args = [with_empty_text(argument) for argument in args]
         if self.yaml and not self.factory and Path(self.yaml).is_file() and is_saved_recipe(self.yaml):
@@ -172,12 +172,13 @@ def _without_announcements() -> Iterator[None]:
         parser_log.setLevel(level)
 
 
-def _name_of(factory: str) -> str:
+def name_of(factory: str) -> str:
+    """The recipe that ``--factory`` names, alone or in a call."""
     return re.match(r"[\w.]*", factory)[0]
 
 
 def _no_such_recipe(factory: str, command: str) -> str:
-    name = _name_of(factory)
+    name = name_of(factory)
     if name in RECIPES:
         other = {"pretrain": "finetune", "finetune": "pretrain"}[command]
         return f"--factory {name} is a recipe of `{other}`, not of `{command}`"
@@ -232,5 +233,5 @@ def _fields(owner: run.Partial | dict) -> list[str]:
 
 
 def _parameters_of_recipe(factory: str) -> dict:
-    name = _name_of(factory)
+    name = name_of(factory)
     return dict(inspect.signature(RECIPES[name]).parameters) if name in RECIPES else {}

@@ -68,7 +68,9 @@ class _Entrypoint(Entrypoint):
             if not parameters:
                 raise ValueError(f"{argument} is one argument too many: {self.name} takes none")
             if not is_named:
-                raise ValueError(f"{argument} is not NAME=VALUE, as {next(iter(parameters))}=...")
+                meant = argument.lstrip("-").replace("-", "_")
+                meant = meant if meant in parameters else next(iter(parameters))
+                raise ValueError(f"{argument} is not NAME=VALUE, as {meant}=...")
             if name not in parameters:
                 near = difflib.get_close_matches(name, parameters, n=3, cutoff=0.6)
                 known = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(parameters)}"

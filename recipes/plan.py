@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import nemo_run as run
 
 from nemo_dllm.recipes.builder import GPUS_PER_NODE, RECIPES
-from nemo_dllm.recipes.command_line import hint_of_recipes, read_recipe
+from nemo_dllm.recipes.command_line import hint_of_recipes, name_of, read_recipe
 from nemo_dllm.recipes.executors import number_of_devices
 from nemo_dllm.recipes.memory import MemoryEstimate
 from nemo_dllm.recipes.planner import RESERVE_GB, Planner
@@ -37,7 +37,7 @@ def plan(
         ValueError: for an unknown recipe or field, which names the nearest, for two numbers of GPUs, and where no
             layout fits; it names the fewest GPUs that would do.
     """
-    name = recipe.partition("(")[0]
+    name = name_of(recipe)
     if name not in RECIPES:
         raise ValueError(f"recipe={recipe!r} is unknown; {hint_of_recipes(name)}")
     edited = read_recipe(recipe, overrides)

@@ -84,6 +84,7 @@ CASES = [
     ),
     Case("generate", "output=absent/x.jsonl is in a folder that does not exist", path=BLOCKS, output="absent/x.jsonl"),
     Case("generate", "cache='exact' is for block-causal models", path=WHOLE, cache="exact", block_size=4),
+    Case("generate", "cache='exact' is for block-causal models", path=WHOLE, cache="exact"),
     Case("generate", f"{HERE} holds no checkpoint", path=HERE),
     Case("generate", "best=True chooses among the checkpoints of a run", path=BLOCKS, best=True),
     Case("infill", "give text=TEXT or text_file=FILE with <mask>", path=BLOCKS),
@@ -104,6 +105,13 @@ CASES = [
     Case("serve", "block_size=8 is not the 4", path=BLOCKS, block_size=8, port=0),
     Case("plan", "='absent' is unknown", recipe="absent"),
     Case("import", "kind='best' is unknown", source=WHOLE, output_path="out", kind="best"),
+    Case(
+        "import",
+        "mask_token_id=999999 is outside the vocabulary of 200; choose an id from 0 to 199, or leave it out",
+        source=WHOLE,
+        output_path="out",
+        mask_token_id=999_999,
+    ),
     Case("export", "holds no checkpoint", path=HERE, output_path="out"),
     Case("verify", "no ", hf_path=HERE, checkpoint=HERE),
 ]
@@ -177,6 +185,7 @@ def test_both_front_ends_say_the_same(case, light, nemo, monkeypatch, tmp_path):
     [
         (["generate", "path=x", "top_kk=3"], "top_kk is unknown; did you mean top_k"),
         (["generate", f"path={BLOCKS}", "top_k=many"], "top_k=many cannot be read as int | None"),
+        (["plan", "--gpus", "8"], "--gpus is not NAME=VALUE, as gpus=..."),
         (["generate"], "path is missing; add path=..."),
         (["generate", "hello"], "hello is not NAME=VALUE, as path=..."),
         (["generate", f"path={BLOCKS}", "prompt=a", f"prompt_file={__file__}"], "prompt=a and prompt_file="),

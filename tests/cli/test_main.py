@@ -15,6 +15,7 @@ import pytest
 from nemo_dllm.cli import main as cli
 from nemo_dllm.collections.diffusion.sampling import SamplerConfig
 
+MODEL = str(Path(__file__).parents[1] / "golden" / "models" / "a2d_qwen3")
 COMMANDS = (
     "generate",
     "serve",
@@ -55,7 +56,7 @@ def run_main(monkeypatch):
     """Runs ``nemo-dllm generate`` with something else in the place of what it does."""
 
     def run(does, *arguments):
-        monkeypatch.setattr(sys, "argv", ["nemo-dllm", "generate", ".", "--prompt", "a", *arguments])
+        monkeypatch.setattr(sys, "argv", ["nemo-dllm", "generate", MODEL, "--prompt", "a", *arguments])
         monkeypatch.setattr(cli, "_import", lambda *_: SimpleNamespace(generate=lambda **_: does()))
         cli.main()
 
@@ -96,6 +97,7 @@ def test_all_else_keeps_its_traceback(run_main, does, arguments):
         (["evaluate", "."], "Missing argument 'DATA'"),
         (["evaluate", ".", "absent.txt"], "'absent.txt' does not exist"),
         (["plan", "x", "--gpus", "many"], "'--gpus'"),
+        (["plan", "x", "gpus=8"], "gpus=8 is no field of the recipe; write --gpus 8"),
         (["plan", "x", "--gpuss", "8"], "--gpuss (Possible options: --gpus)"),
         (["recipes", "all"], "unexpected extra argument"),
         (["data", "show", "x"], "Missing option '--tokenizer'"),
@@ -133,7 +135,7 @@ def test_no_arguments_ask_for_help(monkeypatch, capsys, arguments):
     ],
 )
 def test_settings_that_nothing_can_mend_end_before_nemo_is_imported(monkeypatch, capsys, command, arguments, message):
-    monkeypatch.setattr(sys, "argv", ["nemo-dllm", command, ".", *arguments])
+    monkeypatch.setattr(sys, "argv", ["nemo-dllm", command, MODEL, *arguments])
     monkeypatch.setattr(cli, "_import", lambda *_: pytest.fail("imported NeMo"))
     with pytest.raises(SystemExit, match="2"):
         cli.main()
@@ -163,12 +165,12 @@ class Recorder:
 def test_settings_that_are_given_are_told_from_those_that_are_not(monkeypatch, arguments, settings):
     recorder = Recorder()
     monkeypatch.setattr(cli, "_import", lambda *_: recorder)
-    monkeypatch.setattr(sys, "argv", ["nemo-dllm", "generate", ".", "--prompt", "a", *arguments])
+    monkeypatch.setattr(sys, "argv", ["nemo-dllm", "generate", MODEL, "--prompt", "a", *arguments])
     with pytest.raises(SystemExit, match="0"):
         cli.main()
     name, called = recorder.called
     assert (name, called["settings"]) == ("generate", settings)
-    assert (called["path"], called["prompt"], called["batch_size"]) == (Path("."), "a", 8)
+    assert (called["path"], called["prompt"], called["batch_size"]) == (Path(MODEL), "a", 8)
 
 
 # From here on: a model of 28 thousand parameters, four steps on a small text, in processes as a user starts them.

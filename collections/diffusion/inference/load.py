@@ -146,12 +146,14 @@ class LoadedModel:
             of_checkpoint |= {"block_size": self.block_size, "block_origin": "sequence", "cache": "exact"}
         preset = preset or self.default_preset
         of_preset = {} if preset is None else preset_fields(preset)
-        config = SamplerConfig(**(of_preset | of_checkpoint | settings))
-        if self.block_size is None and config.cache == "exact":
+        fields = of_preset | of_checkpoint | settings
+        # Before all else: the blocks that an exact cache asks for would not mend it.
+        if self.block_size is None and fields.get("cache") == "exact":
             raise ValueError(
                 "cache='exact' is for block-causal models, and this one attends in both directions; choose "
                 "approximate_prefix, approximate_dual or approximate_delayed, or leave it None"
             )
+        config = SamplerConfig(**fields)
         if self.block_size is not None and config.cache not in (None, "exact"):
             raise ValueError(
                 f"cache={config.cache!r} is for bidirectional models, and this one is block-causal; take 'exact'"
