@@ -72,9 +72,12 @@ class Command:
             load: imports a module by its absolute name.
 
         Raises:
+            FileNotFoundError, NotADirectoryError, ValueError: where the path is of no checkpoint, see
+                ``checkpoint_kind``.
             ValueError: for options that exclude each other, and sampler settings that no checkpoint can mend.
         """
         check_alternatives(self, given)
+        check_checkpoint(given["path"], best=given.get("best", False))
         of_sampler = {option.name for option in self.options if option.of_sampler}
         settings = {name: value for name, value in given.items() if name in of_sampler}
         if settings or given.get("preset"):
@@ -83,6 +86,16 @@ class Command:
         if self.samples:
             arguments["settings"] = settings
         getattr(load(f"nemo_dllm.{self.module}"), self.name)(**arguments)
+
+
+def check_checkpoint(path: str | Path, *, best: bool = False) -> None:
+    """Check what the names in a folder tell about the checkpoint that is asked for, without NeMo.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, ValueError: see ``checkpoint_kind``.
+    """
+    folders = importlib.import_module("nemo_dllm.collections.diffusion.checkpoint_folder")
+    folders.checkpoint_kind(path, best=best)
 
 
 def check_alternatives(command: Command, given: Mapping[str, Any]) -> None:

@@ -11,6 +11,8 @@ import pytest
 from nemo_dllm.cli.sampling import COMMANDS, REQUIRED, Command, Option, sampler_options
 from nemo_dllm.collections.diffusion.sampling import sampler_fields
 
+MODEL = str(Path(__file__).parents[1] / "golden" / "models" / "a2d_qwen3")
+
 
 def test_sampler_settings_are_those_of_the_sampler():
     """Read from the source of the class, without torch: every name, type, default and text."""
@@ -49,21 +51,21 @@ def test_what_is_given_reaches_the_function():
         loaded.append(name)
         return recorder
 
-    Command("speak", "", "somewhere", own).run({"path": "a", "top_k": None, "steps": 3}, load)
+    Command("speak", "", "somewhere", own).run({"path": MODEL, "top_k": None, "steps": 3}, load)
     assert loaded == ["nemo_dllm.somewhere"]
     # A setting is handed on where it is given, also as None, which a preset may not be.
-    assert recorder.arguments == {"path": "a", "loud": False, "settings": {"top_k": None, "steps": 3}}
-    Command("speak", "", "somewhere", own, samples=False).run({"path": "a", "loud": True}, load)
-    assert recorder.arguments == {"path": "a", "loud": True}
+    assert recorder.arguments == {"path": MODEL, "loud": False, "settings": {"top_k": None, "steps": 3}}
+    Command("speak", "", "somewhere", own, samples=False).run({"path": MODEL, "loud": True}, load)
+    assert recorder.arguments == {"path": MODEL, "loud": True}
     twins = Command("speak", "", "somewhere", own, alternatives=("path", "loud"))
-    with pytest.raises(ValueError, match="path=a and loud=True are given; give one of them"):
-        twins.run({"path": "a", "loud": True}, load)
+    with pytest.raises(ValueError, match=f"path={MODEL} and loud=True are given; give one of them"):
+        twins.run({"path": MODEL, "loud": True}, load)
 
 
 def test_settings_are_checked_before_anything_is_loaded():
     def run(**given):
         own = (Option("path", str, "", REQUIRED), Option("preset", str, ""))
-        Command("speak", "", "somewhere", own).run({"path": "a", **given}, lambda _: pytest.fail("loaded"))
+        Command("speak", "", "somewhere", own).run({"path": MODEL, **given}, lambda _: pytest.fail("loaded"))
 
     with pytest.raises(ValueError, match="preset='drem' is unknown"):
         run(preset="drem")
@@ -75,7 +77,7 @@ def test_settings_are_checked_before_anything_is_loaded():
 def test_the_steps_of_infilling_are_not_those_of_a_continuation():
     (infill,) = (command for command in COMMANDS if command.name == "infill")
     ran = []
-    given = {"path": ".", "text": "a <mask:300>", "steps": 200, "min_new_tokens": 200}
+    given = {"path": MODEL, "text": "a <mask:300>", "steps": 200, "min_new_tokens": 200}
     infill.run(given, lambda _: SimpleNamespace(infill=lambda **arguments: ran.append(arguments)))
     assert ran[0]["settings"] == {"steps": 200, "min_new_tokens": 200}
     with pytest.raises(ValueError, match="steps=0 must be from 1"):

@@ -64,6 +64,8 @@ def test_folders_by_what_they_hold(locate_checkpoint, run_folder, hf_folder):
 def test_errors_say_what_is_expected(locate_checkpoint, run_folder, hf_folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="absent does not exist; name the folder of a run"):
         locate_checkpoint(tmp_path / "absent")
+    with pytest.raises(NotADirectoryError, match="config.json is a file; name the folder"):
+        locate_checkpoint(hf_folder / "config.json")
     with pytest.raises(FileNotFoundError, match="holds no checkpoint.*`checkpoints`.*`weights`.*`config.json`"):
         locate_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="best=True chooses among the checkpoints of a run"):
