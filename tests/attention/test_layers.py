@@ -17,7 +17,6 @@ from nemo_dllm.collections.diffusion.attention import layers
 from nemo_dllm.collections.diffusion.attention.core import PatternAttention, eager, sdpa
 from nemo_dllm.collections.diffusion.attention.flex import flex
 from nemo_dllm.collections.diffusion.attention.norms import LocalLayerNorm, LocalRMSNorm
-from nemo_dllm.collections.diffusion.attention.residual import get_shorter_bias_product_add
 from nemo_dllm.collections.diffusion.attention.self_attention import FusedSelfAttention
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -168,11 +167,7 @@ def test_flex_attention_is_refused_on_a_cpu_and_with_dropout(monkeypatch):
 
 
 def drops_clean_half(spec):
-    return [
-        layer.submodules.self_attention.params.get("drop_clean", False)
-        and layer.submodules.self_attn_bda is get_shorter_bias_product_add
-        for layer in spec.layer_specs
-    ]
+    return [layer.submodules.self_attention.params.get("drop_clean", False) for layer in spec.layer_specs]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

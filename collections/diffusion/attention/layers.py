@@ -19,7 +19,7 @@ from nemo_dllm.collections.diffusion.attention.experts import GroupedExperts, ca
 from nemo_dllm.collections.diffusion.attention.flex import check_no_dropout, flex
 from nemo_dllm.collections.diffusion.attention.mlp import FusedMLP
 from nemo_dllm.collections.diffusion.attention.norms import LOCAL_NORMS
-from nemo_dllm.collections.diffusion.attention.residual import get_bias_product_add, get_shorter_bias_product_add
+from nemo_dllm.collections.diffusion.attention.residual import get_bias_product_add
 from nemo_dllm.collections.diffusion.attention.self_attention import FusedSelfAttention
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "te", "flex", "eager")
@@ -161,7 +161,6 @@ def _drop_clean_half(layer: ModuleSpec) -> None:
     """
     attention = layer.submodules.self_attention
     attention.params = {**attention.params, "drop_clean": True}
-    layer.submodules.self_attn_bda = get_shorter_bias_product_add
 
 
 def _swap(layer: ModuleSpec, *, core_attention: ModuleSpec, norm: type | None, experts: type | None) -> ModuleSpec:

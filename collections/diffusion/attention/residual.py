@@ -111,14 +111,22 @@ def _is_plain_product(linear: nn.Module) -> bool:
 
 
 def get_bias_product_add(training: bool, fused: bool) -> Callable:
-    """Megatron's bias-dropout-add, which also takes what :func:`project` returns."""
+    """Megatron's bias-dropout-add, which also takes what :func:`project` returns, and the first positions alone.
+
+    The attention of a layer that drops the clean half returns no more; the residual is then cut to them.
+    """
     bias_dropout_add = get_bias_dropout_add(training, fused)
 
     def bias_product_add(
         output_with_bias: tuple[Tensor | Product, Tensor | None], residual_SBH: Tensor, dropout: float
     ) -> Tensor:
         output, bias_H = output_with_bias
-        if isinstance(output, Product):
+        is_product = isinstance(output, Product)
+        positions = (output.input_SBK if is_product else output).size(0)
+        # Of all positions, not even a view: the tensor itself says whose it is.
+        if positions < residual_SBH.size(0):
+            residual_SBH = residual_SBH[:positions]
+        if is_product:
             total_SBH = _add_product(output, bias_H, residual_SBH)
         else:
             total_SBH = bias_dropout_add(output_with_bias, residual_SBH, dropout)
@@ -128,23 +136,6 @@ def get_bias_product_add(training: bool, fused: bool) -> Callable:
         return total_SBH
 
     return bias_product_add
-
-
-def get_shorter_bias_product_add(training: bool, fused: bool) -> Callable:
-    """As :func:`get_bias_product_add`, for an attention that may return the first positions of its input only."""
-    bias_product_add = get_bias_product_add(training, fused)
-
-    def shorter(
-        output_with_bias: tuple[Tensor | Product, Tensor | None], residual_SBH: Tensor, dropout: float
-    ) -> Tensor:
-        output = output_with_bias[0]
-        positions = (output.input_SBK if isinstance(output, Product) else output).size(0)
-        # Of all positions, not even a view: the tensor itself says whose it is.
-        if positions < residual_SBH.size(0):
-            residual_SBH = residual_SBH[:positions]
-        return bias_product_add(output_with_bias, residual_SBH, dropout)
-
-    return shorter
 
 
 # Megatron turns gradients on around the addition.
