@@ -6,7 +6,7 @@ from threading import Thread
 import pytest
 import torch
 
-from nemo_dllm.collections.diffusion.inference.cache_pool import KEPT, ROWS, SLOTS, CachePool, RecordedMemory
+from nemo_dllm.collections.diffusion.inference.cache_pool import KEPT, ROWS, SLOTS, SPARE, CachePool, RecordedMemory
 from nemo_dllm.collections.diffusion.sampling.joining import Picked
 
 
@@ -38,6 +38,20 @@ def test_the_next_cache_of_the_shape_gets_the_memory_empty(pool):
     assert pool.new_cache(2, 100).memory is not memory
 
 
+def test_shorter_texts_get_memory_with_a_few_slots_to_spare(pool):
+    memory = used(pool.new_cache(2, 700)).memory
+    # Of all rows together.
+    least = 6 * SLOTS - SPARE // 2
+    assert pool.new_cache(2, least - 1 - SLOTS).memory is not memory
+    cache = pool.new_cache(2, least - SLOTS)
+    assert cache.memory is memory and cache.held_BS.shape == (2, 6 * SLOTS)
+    del cache
+    newer = used(pool.new_cache(2, 800)).memory
+    assert pool.new_cache(2, 700).memory is newer
+    many = used(pool.new_cache(16, 200), width=1).memory
+    assert pool.new_cache(16, 100).memory is not many
+
+
 @pytest.mark.parametrize(("rows", "positions"), [(1, 100), (2, SLOTS)])
 def test_other_shapes_get_memory_of_their_own(pool, rows, positions):
     memory = used(pool.new_cache(2, 100)).memory
@@ -46,9 +60,13 @@ def test_other_shapes_get_memory_of_their_own(pool, rows, positions):
     assert pool.new_cache(2, 100).memory is memory
 
 
-def test_memory_without_recorded_passes_is_not_kept(pool):
-    used(pool.new_cache(2, 100), recorded=False)
+def test_memory_without_recorded_passes_is_kept_where_it_is_small(pool):
+    """A prompt that joins a batch is one pass over its memory, which is recorded when it comes for the third time."""
+    pool.new_cache(2, 100)
+    used(pool.new_cache(2, 5 * SLOTS), recorded=False, width=32)
     assert not pool._idle
+    kept = used(pool.new_cache(2, 4 * SLOTS - 1), recorded=False, width=16).memory
+    assert pool.new_cache(2, 4 * SLOTS - 1).memory is kept
 
 
 def test_rows_that_come_and_go_find_memory_that_was_left(pool):
@@ -104,9 +122,36 @@ def test_joined_rows_have_memory_of_the_pool(pool):
     assert pool.new_cache(2, 299).memory is memory
 
 
+def test_rows_join_in_free_places_of_memory_whose_passes_stay(pool):
+    batch, newcomer = used(pool.new_cache(3, 500), 3.0, rows=3), used(pool.new_cache(1, 100), 4.0)
+    memory, held = batch.memory, batch.held_BS
+    where = [part.data_ptr() for part in memory.layers[0]]
+    memory.layers[0][0][1] = float("nan")
+    joined = type(batch).join_rows(
+        [Picked(batch, [0]), Picked(newcomer, [0]), Picked(batch, [2]), Picked(newcomer, [0])], 300
+    )
+    assert joined is batch and joined.memory is memory and joined.held_BS is held and joined.passes.names == ["pass"]
+    assert [part.data_ptr() for part in memory.layers[0]] == where
+    keys_BSHD, values_BSHD = memory.layers[0]
+    assert keys_BSHD[:, 0, 0, 0].tolist() == [3, 4, 3, 4] and values_BSHD[:, 0, 0, 0].tolist() == [-3, -4, -3, -4]
+    assert not keys_BSHD[:, 1:].any() and held.sum(dim=1).tolist() == [1] * 4
+    # For half as many slots it is given up, and for more than it has.
+    for rows, positions in ([0], 500), ([0, 1, 2, 3, 3], 500), ([0, 1, 2], 600):
+        moved = type(batch).join_rows([Picked(batch, rows)], positions)
+        assert moved is not batch and moved.held_BS.sum(dim=1).tolist()[: len(rows)] == [1] * len(rows)
+
+
+def test_memory_suits_what_needs_half_of_it(pool):
+    cache = pool.new_cache(16, 3 * SLOTS)
+    assert [cache.suits(rows, 3 * SLOTS) for rows in (4, 5, 16, 17)] == [False, True, True, False]
+    assert [cache.suits(16, positions) for positions in (SLOTS - 1, SLOTS, 4 * SLOTS - 1, 4 * SLOTS)] == [
+        *(False, True, True, False)
+    ]
+
+
 def test_memory_is_one_caches_whichever_thread_another_one_ends_on(pool, monkeypatch):
     """As where an error that is handed to another thread was the last to know of a cache."""
-    first, second = (used(pool.new_cache(2, positions)) for positions in (5, 200))
+    first, second = (used(pool.new_cache(2, positions)) for positions in (5, 2000))
     memory, size = first.memory, RecordedMemory.size
     del first
     caches, threads = [], []

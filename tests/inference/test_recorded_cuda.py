@@ -185,33 +185,65 @@ def test_prompts_of_about_one_length_share_a_pass(both, rows):
     assert sorted(kinds) == [("commit", 128), ("denoise", 4)]
 
 
+def block(number, rows=2):
+    """A block of four tokens in the first of two rows, or in both."""
+    tokens_BL = canvas(number, 2, 4)[:rows]
+    return {
+        "tokens_BL": tokens_BL,
+        "positions_BL": torch.arange(4 * number, 4 * number + 4).cuda().expand(rows, -1),
+        "key_mask_BL": torch.ones_like(tokens_BL, dtype=torch.bool),
+    }
+
+
+def committed(model, cache, blocks, rows=2):
+    """The cache with some blocks."""
+    for number in range(blocks):
+        given = block(number, rows)
+        model.commit(cache=cache, blocks_BL=given["positions_BL"] // 4, **given)
+    return cache
+
+
 def test_rows_that_are_joined_have_memory_of_the_pool(both):
     from nemo_dllm.collections.diffusion.sampling.joining import Picked
-
-    def given(rows, block):
-        tokens_BL = canvas(block, 2, 4)[:rows]
-        positions_BL = torch.arange(4 * block, 4 * block + 4).cuda().expand(rows, -1)
-        return {
-            "tokens_BL": tokens_BL,
-            "positions_BL": positions_BL,
-            "key_mask_BL": torch.ones_like(tokens_BL, dtype=torch.bool),
-        }
 
     logits = []
     # What is recorded comes last.
     for model in reversed(both):
-        whole = model.new_cache(2, 16)
-        for block in range(4):
-            first = given(2, block)
-            model.commit(cache=whole, blocks_BL=first["positions_BL"] // 4, **first)
+        for blocks in range(1, 5):
+            whole = committed(model, model.new_cache(2, 16), blocks)
             one = type(whole).join_rows([Picked(whole, [1])], 20)
-            two = type(whole).join_rows([Picked(one, [0]), Picked(whole, [0])], 24)
-            for _ in range(2):
-                logits.append(model.denoise(cache=two, **given(2, block + 1)))
+            two = type(whole).join_rows([Picked(one, [0]), Picked(committed(model, whole, blocks), [0])], 150)
+            for _ in range(3):
+                logits.append(model.denoise(cache=two, **block(blocks)))
     half = len(logits) // 2
     for plain, recorded in zip(logits[:half], logits[half:], strict=True):
         torch.testing.assert_close(recorded, plain, atol=2e-5, rtol=0)
-    assert [kind for kind, _ in two.passes.names] == ["denoise"] and len(both[0]._recorded.caches._idle) == 1
+    assert "denoise" in [kind for kind, _ in two.passes.names]
+
+
+def test_a_row_joins_in_a_free_place_and_what_was_recorded_stays(both):
+    from nemo_dllm.collections.diffusion.sampling.joining import Picked
+
+    logits = []
+    for model in reversed(both):
+        batch = committed(model, model.new_cache(2, 40), 3)
+        for _ in range(4):
+            model.denoise(cache=batch, **block(3))
+        keys, values = next(iter(batch.memory.layers.values()))
+        values[0], where = float("nan"), keys.data_ptr()
+        # The first row has ended; the one that comes is shorter than what was there.
+        joined = type(batch).join_rows(
+            [Picked(committed(model, model.new_cache(1, 8), 1, rows=1), [0]), Picked(batch, [1])], 40
+        )
+        assert joined is batch and next(iter(joined.memory.layers.values()))[0].data_ptr() == where
+        given = block(3)
+        given["positions_BL"] = torch.tensor([[4, 5, 6, 7], [12, 13, 14, 15]]).cuda()
+        logits.append(model.denoise(cache=joined, **given))
+        alone = committed(model, model.new_cache(1, 8), 1, rows=1)
+        first = {name: tensor[:1] for name, tensor in given.items()}
+        torch.testing.assert_close(logits[-1][:1], model.denoise(cache=alone, **first), atol=2e-5, rtol=0)
+    torch.testing.assert_close(*logits, atol=2e-5, rtol=0)
+    assert "denoise" in [kind for kind, _ in joined.passes.names]
 
 
 def test_rotary_frequencies_that_were_made_on_the_cpu(both):

@@ -151,7 +151,7 @@ def test_stacked_rows_are_cut_and_filled():
     assert stack_rows([Picked(None, [0, 4]), Picked(a_BT[:, 0], [1])]).tolist() == [0, 0, 4]
     assert stack_rows([Picked(None, [0])]) is None
     # Without a number of columns, all have as many.
-    with pytest.raises(RuntimeError, match="size of tensor"):
+    with pytest.raises(RuntimeError, match="same slice shapes"):
         stack_rows([Picked(a_BT, [1]), Picked(b_BT.expand(-1, 2), [0])])
 
 

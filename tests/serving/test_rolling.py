@@ -41,7 +41,7 @@ class Schedule:
 
     def __init__(self, denoising, rng):
         self.denoising, self.rng, self.batch = denoising, rng, None
-        self.joined_running = self.left_early = 0
+        self.joined_running = self.left_early = self.in_place = 0
 
     def run(self, waiting):
         tokens = {}
@@ -60,12 +60,17 @@ class Schedule:
         coming = [waiting.pop() for _ in range(min(len(waiting), self.rng.randint(0, 2)))]
         if self.batch is None:
             self.batch = RollingBatch(self.denoising, coming or [waiting.pop()])
+            self.batch.encode_prompts()
         elif coming and self.batch.is_open:
             newcomers = RollingBatch(self.denoising, coming)
-            if newcomers.keeps_keys:
+            if newcomers.begins_with_all:
                 newcomers.step()
             self.joined_running += 1
+            places = dict(zip(self.batch.rows, range(len(self.batch.rows)), strict=True))
             self.batch = self.batch.with_live_rows_of(newcomers)
+            self.batch.encode_prompts()
+            stayed = [places.get(row, place) == place for place, row in enumerate(self.batch.rows)]
+            self.in_place += all(stayed) and any(row in coming for row in self.batch.rows[: len(places)])
         else:
             waiting.extend(coming)
 

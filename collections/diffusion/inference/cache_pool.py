@@ -21,6 +21,9 @@ SLOTS = 128
 """Slots of a cache are a multiple of this, so that texts of about one length share memory and passes."""
 ROWS = 16
 """Its rows too, or a power of two below, so that rows which come and go do."""
+SPARE = 1024
+"""A cache may have so many slots more than it needs, of all rows together, so that few memories serve texts of all
+lengths: a recorded pass looks at every slot."""
 KEPT = 8
 """Memories of a pool that wait for a cache, at most."""
 SHARE = 8
@@ -38,6 +41,11 @@ class RecordedMemory:
     def size(self) -> int:
         """Bytes of keys and values."""
         return sum(part.nbytes for layer in self.memory.layers.values() for part in layer)
+
+    def serves(self, rows: int, slots: int) -> bool:
+        """Whether it is for so many rows, and for slots which are as many or few more."""
+        has_rows, has_slots = self.memory.held_BS.shape
+        return has_rows == rows and 0 <= (has_slots - slots) * rows <= SPARE
 
 
 class CachePool:
@@ -61,9 +69,9 @@ class CachePool:
 
     def new_cache(self, rows: int, positions: int) -> "PooledCache":
         """An empty cache; see ``CachedDenoiser``."""
-        shape = (_rows_for(rows), multiple_of(positions + 1, SLOTS))
+        shape = PooledCache.shape(rows, positions)
         with self._lock:
-            taken = next((kept for kept in reversed(self._idle) if kept.memory.held_BS.shape == shape), None)
+            taken = next((kept for kept in reversed(self._idle) if kept.serves(*shape)), None)
             self._idle = tuple(kept for kept in self._idle if kept is not taken)
         if taken is None:
             taken = RecordedMemory(CacheMemory.empty(*shape, self._device), RecordedPasses(self._recorder))
@@ -77,7 +85,7 @@ class CachePool:
 
     def _give_back(self, left: RecordedMemory) -> None:
         """Keep what a cache has left; the oldest go where that is too much."""
-        if not left.passes.names:
+        if not left.memory.layers or (not left.passes.names and left.size > self._most_bytes // KEPT):
             return
         with self._lock:
             idle = (*self._idle, left)[-KEPT:]
@@ -123,6 +131,11 @@ class PooledCache(KVCache):
     def __init__(self, pool: CachePool, of: RecordedMemory):
         # Not that of other caches, which makes memory.
         self.pool, self.memory, self.passes = pool, of.memory, of.passes
+
+    @staticmethod
+    def shape(rows: int, positions: int) -> tuple[int, int]:
+        """Rows and slots of memory for so many rows and positions."""
+        return _rows_for(rows), multiple_of(positions + 1, SLOTS)
 
     def another(self, rows: int, positions: int) -> Self:
         """An empty cache of the same pool."""

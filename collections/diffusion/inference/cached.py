@@ -25,6 +25,8 @@ RECORDED_AT_ONCE = 1 << 12
 """Tokens of a pass, of all rows together, up to which launching it takes longer than running it."""
 RECORDED_LENGTHS = 64
 """Longer passes with a cache, as of prompts, are recorded over a multiple of so many positions, the last ones idle."""
+FULL_PASS = 256
+"""Tokens of a pass that keep a GPU busy: with fewer it reads the weights for longer than it computes."""
 
 
 See = Callable[[KVCache, CacheWindow], CachedKeys]
@@ -65,6 +67,12 @@ class MegatronDenoiser:
     def vocabulary_size(self) -> int:
         """Tokens, without padding rows."""
         return self.core.logical_vocab_size
+
+    @property
+    def full_pass(self) -> int | None:
+        """See ``CachedDenoiser``; passes that are not recorded take the time of launching them, however small."""
+        recorded = self._records and next(self.core.parameters()).device.type == "cuda"
+        return FULL_PASS if recorded else None
 
     @torch.no_grad()
     def __call__(self, tokens_BT: Tensor, *, key_mask_BT: Tensor | None = None) -> Tensor:

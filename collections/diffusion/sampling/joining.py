@@ -1,14 +1,14 @@
 """Rows of several runs as the rows of one: one operation, ``join_rows``, which each part of a run does for itself.
 
 ``join_rows`` is a class method that gets ``Picked`` rows of parts of that class, and makes a part of these rows alone.
-Each row goes on as it would have done where it was; the parts that it comes from are not used any more. Scorers get the
-canvas of the new run too, and caches its width. A part that cannot do it has no such method, and neither can then what
-holds it, which names it in ``row_parts``.
+Each row goes on as it would have done where it was; the parts that it comes from are not used any more, and may become
+the joined one. Scorers get the canvas of the new run too, and caches its width. A part that cannot do it has no such
+method, and neither can then what holds it, which names it in ``row_parts``.
 
 Shape letters: C columns (positions, slots, tokens of the vocabulary).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +27,50 @@ class Picked(NamedTuple):
     rows: Sequence[int]
 
 
+class Placed(NamedTuple):
+    """All picked rows of one part.
+
+    Attributes:
+        part: what they are rows of.
+        rows: their numbers there.
+        places: their numbers in what is joined.
+    """
+
+    part: Any
+    rows: list[int]
+    places: list[int]
+
+
+def by_part(picked: Sequence[Picked]) -> list[Placed]:
+    """The picked rows, each part once."""
+    groups, place = {}, 0
+    for part, rows in picked:
+        group = groups.setdefault(id(part), Placed(part, [], []))
+        group.rows.extend(rows)
+        group.places.extend(range(place, place + len(rows)))
+        place += len(rows)
+    return list(groups.values())
+
+
 def can_join_rows(part: Any) -> bool:
     """Whether rows of a part can be moved: it has ``join_rows``, and so have its ``row_parts``, if any."""
     return hasattr(part, "join_rows") and all(can_join_rows(inner) for inner in getattr(part, "row_parts", ()))
+
+
+def keeps_places(part: Any, rows: int, columns: int) -> bool:
+    """Whether rows that stay where they are, and others in places that are free, cost less than all rows moved.
+
+    That is so for rows in a cache, whose memory is for so many rows and columns, and not much larger (``suits``).
+    """
+    caches = list(_caches(part))
+    return bool(caches) and all(cache.suits(rows, columns) for cache in caches)
+
+
+def _caches(part: Any) -> Iterator[Any]:
+    if hasattr(part, "suits"):
+        yield part
+    for inner in getattr(part, "row_parts", ()):
+        yield from _caches(inner)
 
 
 def join_attribute(picked: Sequence[Picked], name: str, *size: Any) -> Any:
@@ -63,25 +104,13 @@ def stack_rows(picked: Sequence[Picked], columns: int | None = None) -> Tensor |
         return None
     sizes = known.shape[1:] if columns is None else (columns, *known.shape[2:])
     whole = known.new_zeros(sum(len(rows) for _, rows in picked), *sizes)
-    fill_rows(whole, picked, columns)
-    return whole
-
-
-def fill_rows(whole: Tensor, picked: Sequence[Picked], columns: int | None = None) -> None:
-    """Write the picked rows of several tensors under each other.
-
-    Args:
-        whole: zeros, which rows of None leave as they are.
-        picked: as of ``stack_rows``.
-        columns: of ``whole``, where tensors may have more, which are left out, or fewer; None where sizes are equal.
-    """
-    start = 0
-    for tensor, rows in picked:
-        place = whole[start : start + len(rows)]
-        start += len(rows)
+    for tensor, rows, places in by_part(picked):
         if tensor is None:
             continue
+        room = whole
         if columns is not None:
-            tensor, place = tensor[:, :columns], place[:, : tensor.shape[1]]
-        # A list as an index would make the CPU wait for the device.
-        place.copy_(tensor.index_select(0, torch.tensor(rows).to(tensor.device, non_blocking=True)))
+            tensor, room = tensor[:, :columns], whole[:, : tensor.shape[1]]
+        # Lists as an index would make the CPU wait for the device.
+        rows_N, places_N = (torch.tensor(of).to(tensor.device, non_blocking=True) for of in (rows, places))
+        room.index_copy_(0, places_N, tensor.index_select(0, rows_N))
+    return whole

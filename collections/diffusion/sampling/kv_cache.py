@@ -6,16 +6,19 @@ D head size.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, fill_rows
+from nemo_dllm.collections.diffusion.sampling.joining import Picked, by_part
 
 HIDDEN = torch.iinfo(torch.int32).max
 """Rank of a slot that no position sees."""
 _HELD = torch.iinfo(torch.int32).min
+TOO_LARGE = 2
+"""Memory is given up for smaller one where it is more than so many times as large."""
 
 
 class CacheWindow(NamedTuple):
@@ -89,30 +92,63 @@ class KVCache:
     """
 
     def __init__(self, rows: int, positions: int, device: torch.device | str | None = None):
-        self.memory = CacheMemory.empty(rows, positions + 1, device)
+        self.memory = CacheMemory.empty(*self.shape(rows, positions), device)
 
     def another(self, rows: int, positions: int) -> Self:
         """An empty cache like this one, of other sizes."""
         return type(self)(rows, positions, self.held_BS.device)
 
+    @staticmethod
+    def shape(rows: int, positions: int) -> tuple[int, int]:
+        """Rows and slots of memory for so many rows and positions."""
+        return rows, positions + 1
+
+    def suits(self, rows: int, positions: int) -> bool:
+        """Whether its memory is for so many rows and positions, and at most ``TOO_LARGE`` times that of a new cache."""
+        has_rows, has_slots = self.held_BS.shape
+        fits = has_rows >= rows and has_slots > positions
+        return fits and has_rows * has_slots <= TOO_LARGE * prod(self.shape(rows, positions))
+
     @classmethod
     def join_rows(cls, picked: Sequence[Picked], positions: int) -> Self:
         """A cache of rows of several others.
+
+        One of them that suits takes the others' rows into its memory, where its own rows all stay in their places.
 
         Args:
             picked: rows of caches of the same layers; where one has not been written to, it holds nothing.
             positions: of the longest row, in tokens.
         """
-        memories = attribute_of(picked, "memory")
-        joined = picked[0].part.another(sum(len(rows) for _, rows in picked), positions)
-        slots = joined.held_BS.size(1)
-        fill_rows(joined.held_BS, attribute_of(memories, "held_BS"), slots)
-        for layer in sorted({layer for memory, _ in memories for layer in memory.layers}):
-            kept = [Picked(memory.layers.get(layer, (None, None)), rows) for memory, rows in memories]
-            like = next(keys for (keys, _), _ in kept if keys is not None)
-            for part, whole_BSHD in enumerate(joined.memory.layer(layer, like)):
-                fill_rows(whole_BSHD, [Picked(layer_kept[part], rows) for layer_kept, rows in kept], slots)
+        groups, count = by_part(picked), sum(len(rows) for _, rows in picked)
+        staying = (cache for cache, rows, places in groups if rows == places and cache.suits(count, positions))
+        joined = next(staying, None) or picked[0].part.another(count, positions)
+        for cache, rows, places in groups:
+            if cache is not joined:
+                joined._take(cache, rows, places)
         return joined
+
+    def _take(self, other: Self, rows: list[int], places: list[int]) -> None:
+        """Make rows of another cache the rows in some places."""
+        mine, theirs = self.memory.layers, other.memory.layers
+        parts = []
+        for number in sorted({*mine, *theirs}):
+            kept = theirs.get(number, (None, None))
+            parts += zip(mine[number] if kept[0] is None else self.memory.layer(number, kept[0]), kept, strict=True)
+        # Nothing of the row that was there is left: numbers that are not finite would be seen from hidden slots.
+        for pairs in ([(self.held_BS, other.held_BS)], parts):
+            written, read, emptied = [], [], []
+            for whole_BS, kept_BS in pairs:
+                slots = 0 if kept_BS is None else min(whole_BS.size(1), kept_BS.size(1))
+                for row, place in zip(rows, places, strict=True):
+                    if slots:
+                        written.append(whole_BS[place, :slots])
+                        read.append(kept_BS[row, :slots])
+                    if slots < whole_BS.size(1):
+                        emptied.append(whole_BS[place, slots:])
+            if written:
+                torch._foreach_copy_(written, read)
+            if emptied:
+                torch._foreach_zero_(emptied)
 
     @property
     def held_BS(self) -> Tensor:

@@ -39,12 +39,17 @@ class CachedDenoiser(Protocol):
     A pass gets some positions of each row, ascending and padded on the right to the longest row; ``key_mask_BL`` is
     False at that padding, which must neither be attended to nor kept. A row without any True is idle: whatever its
     logits are, they are not read. ``KVCache`` does this bookkeeping for models that attend in plain torch.
+
+    A model may have an attribute ``full_pass``: the positions, of all rows together, above which two passes over some
+    each take no longer than one over all. A server then encodes prompts apart, which would only pad each other; without
+    it, or with None, it encodes together those that come at once.
     """
 
     def new_cache(self, rows: int, positions: int) -> Any:
         """An empty cache for ``rows`` rows with positions 0 to ``positions`` - 1.
 
-        The sampler only hands it back. With ``join_rows``, as ``KVCache`` has it, a server lets rows come and go.
+        The sampler only hands it back. With ``join_rows``, as ``KVCache`` has it, a server lets rows come and go; with
+        ``suits`` too, those that stay are not moved.
         """
         ...
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
-from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, pick_items
+from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, by_part, pick_items
 from nemo_dllm.collections.diffusion.sampling.transfer import SCHEDULES
 
 
@@ -64,13 +64,16 @@ class Progress:
     def join_rows(cls, picked: Sequence[Picked]) -> "Progress":
         """Rows of several runs, each at its own block and pass.
 
-        Turns count from here on, for each run from its slowest row: nobody waits for what a run did before.
+        Turns count from here on, for each run from the slowest row that goes on: nobody waits for what was done before.
         """
         joined = copy(picked[0].part)
         for name in ("_plans", "_passes", "_post_passes"):
             setattr(joined, name, pick_items(attribute_of(picked, name)))
-        turns = [pick_items([pick]) for pick in attribute_of(picked, "_turns")]
-        joined._turns = [turn - min(of_run) for of_run in turns for turn in of_run]
+        joined._turns = [0] * len(joined._plans)
+        for progress, rows, places in by_part(picked):
+            slowest = min((progress._turns[row] for row in rows if progress._plans[row]), default=0)
+            for row, place in zip(rows, places, strict=True):
+                joined._turns[place] = progress._turns[row] - slowest
         return joined
 
     @property
@@ -117,9 +120,10 @@ class Progress:
 
     def end(self, ended: Sequence[bool]) -> None:
         """Drop what is left to do in rows that have ended."""
-        for plan, has_ended in zip(self._plans, ended, strict=True):
+        for row, has_ended in enumerate(ended):
             if has_ended:
-                plan.clear()
+                self._plans[row].clear()
+                self._passes[row] = self._post_passes[row] = 0
 
     def _finishes(self, row: int, holes_left: int, edited: bool) -> bool:
         was_full = self._post_passes[row] > 0

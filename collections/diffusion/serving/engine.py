@@ -222,14 +222,17 @@ class BatchingEngine:
         if batch is None:
             batch = newcomers
         elif newcomers is not None:
-            if newcomers.keeps_keys:
-                # It encodes their prompts, and would take the rows that run along as padding.
+            if newcomers.begins_with_all:
                 self._pass(newcomers)
             batch = batch.with_live_rows_of(newcomers)
         elif batch.is_elastic and len(batch.rows) > len(self._running):
             batch = batch.with_live_rows_of()
         self._batch = batch
         if batch is not None:
+            if newcomers is not None:
+                # Their cache is gone with them.
+                del newcomers
+                batch.encode_prompts()
             self._pass(batch)
 
     def _pass(self, batch: RollingBatch) -> None:
