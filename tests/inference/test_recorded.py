@@ -277,3 +277,15 @@ def test_no_garbage_is_collected_while_a_pass_is_recorded():
             assert gc.isenabled() == collects
         finally:
             gc.enable()
+
+
+def test_lengths_that_passes_are_recorded_over():
+    from nemo_dllm.collections.diffusion.inference.cached import _recorded_length
+
+    # Those of blocks are their own.
+    assert [_recorded_length(length) for length in (1, 2, 3, 4, 8, 16, 32)] == [1, 2, 3, 4, 8, 16, 32]
+    assert sorted({_recorded_length(length) for length in range(17, 513)}) == [24, 32, 48, *range(64, 513, 64)]
+    assert sorted({_recorded_length(length) for length in range(513, 4097)}) == [
+        *(640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
+    ]
+    assert all(length <= _recorded_length(length) < 1.5 * length for length in range(5, 65))

@@ -24,7 +24,7 @@ COMMITTED_AT_ONCE = 1 << 15
 RECORDED_AT_ONCE = 1 << 12
 """Tokens of a pass, of all rows together, up to which launching it takes longer than running it."""
 RECORDED_LENGTHS = 64
-"""Longer passes with a cache, as of prompts, are recorded over a multiple of so many positions, the last ones idle."""
+"""Longer passes with a cache are recorded over a multiple of so many positions at least, the last ones idle."""
 FULL_PASS = 256
 """Tokens of a pass that keep a GPU busy: with fewer it reads the weights for longer than it computes."""
 
@@ -211,8 +211,8 @@ class MegatronDenoiser:
             return run(_see_held, *inputs_BL)
         (given_rows, given_length), rows = tokens_BL.shape, len(cache.held_BS)
         length = given_length
-        if length > RECORDED_LENGTHS:
-            length = multiple_of(length, RECORDED_LENGTHS)
+        if name == "commit" or length > RECORDED_LENGTHS:
+            length = _recorded_length(length)
         if not self._is_recorded(tokens_BL.device, rows * length):
             return run(_see_held, *inputs_BL)
         if (rows, length) != tokens_BL.shape:
@@ -259,6 +259,13 @@ def _whole_blocks(blocks_BL: Tensor, key_mask_BL: Tensor, longest: int) -> list[
             parts.append(slice(start, cut))
             start = cut
     return parts
+
+
+def _recorded_length(length: int) -> int:
+    """The length that passes of about so many positions are recorded over: there are two to an octave, or four."""
+    octave = 1 << (length - 1).bit_length()
+    step = octave // 4 if length <= RECORDED_LENGTHS else max(octave // 8, RECORDED_LENGTHS)
+    return multiple_of(length, max(step, 1))
 
 
 def _see_held(cache: KVCache, window: CacheWindow) -> CachedKeys:
