@@ -1,8 +1,12 @@
 """Pools of processes that import NeMo once and run one layout after another."""
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
+import os
 import runpy
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -28,30 +32,63 @@ class Pool:
             theirs.close()
             self.pipes.append(ours)
 
-    def run(self, function, timeout=300, **arguments):
-        """Results of a function of layout_jobs.py on each rank."""
+    def run(self, function, timeout=300, module="layout_jobs", **arguments):
+        """Results of a function of a file of this folder on each rank.
+
+        Fails with the tracebacks of the ranks that raised; where none did, with where all of them are.
+        """
         self.jobs += 1
         job = str(self.folder / f"job{self.jobs}")
-        torch.save((function, {"store": f"{job}.store", **arguments}), job)
+        torch.save((module, function, {"store": f"{job}.store", **arguments}), job)
         for pipe in self.pipes:
-            pipe.send(job)
-        answers = {}
+            # A rank that has ended since its last answer is found out below.
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(job)
+        answers, errors, has_ended = {}, [], False
         while len(answers) < self.ranks:
             ready = multiprocessing.connection.wait([pipe for pipe in self.pipes if pipe not in answers], timeout)
-            try:
-                answers |= {pipe: torch.load(pipe.recv(), weights_only=False) for pipe in ready}
-            except EOFError:
-                ready = []
-            errors = [error for _, error in answers.values() if error]
-            if errors or not ready:
+            for pipe in ready:
+                try:
+                    answers[pipe], error = torch.load(pipe.recv(), weights_only=False)
+                    errors += [error] if error else []
+                except (EOFError, ConnectionResetError):
+                    has_ended = True
+            if errors or has_ended or not ready:
                 # A rank that failed leaves others waiting for it.
+                silent = [rank for rank, pipe in enumerate(self.pipes) if pipe not in answers]
+                fates = [self.fate(rank) for rank in silent]
                 self.close()
-                pytest.fail("\n".join(errors) or "\n".join(map(self.console, range(self.ranks))))
-        return [answers[pipe][0] for pipe in self.pipes]
+                told = [fate for fate, ended in fates if ended or not errors]
+                late = [] if ready else [f"No answer within {timeout} seconds."]
+                pytest.fail("\n".join(errors + late + told))
+        return [answers[pipe] for pipe in self.pipes]
+
+    def fate(self, rank):
+        """What has become of a rank that does not answer, with the end of its console, and whether it has ended.
+
+        One that runs is asked for the tracebacks of its threads.
+        """
+        process = self.processes[rank]
+        console = self.folder / f"console{rank}"
+        # Whoever waited for a rank that died may be told before it is reaped.
+        process.join(2)
+        if process.exitcode is not None:
+            code = process.exitcode
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            return f"Rank {rank} {how}:\n{self.console(rank)}", True
+        size = console.stat().st_size
+        os.kill(process.pid, signal.SIGUSR1)
+        end = time.monotonic() + 30
+        while b"most recent call first" not in console.read_bytes()[size:] and time.monotonic() < end:
+            time.sleep(0.1)
+        # The rest follows at once.
+        time.sleep(0.5)
+        return f"Rank {rank} goes on:\n{self.console(rank)}", False
 
     def console(self, rank):
-        """The end of what a rank has printed."""
-        return (self.folder / f"console{rank}").read_text()[-3000:]
+        """The end of what a rank has printed, without the list of some hundred modules that ends a crash."""
+        lines = (self.folder / f"console{rank}").read_text(errors="replace").splitlines()
+        return "\n".join(line for line in lines if not line.startswith("Extension modules: "))[-6000:]
 
     def close(self):
         """Ends the processes, at once: they hold nothing."""
@@ -74,6 +111,20 @@ def pools(forks, tmp_path_factory):
 
     yield pool
     for each in started.values():
+        each.close()
+
+
+@pytest.fixture
+def start_pool(forks, tmp_path):
+    """Starts a pool of a number of processes for one test."""
+    started = []
+
+    def pool(ranks):
+        started.append(Pool(forks, ranks, tmp_path))
+        return started[-1]
+
+    yield pool
+    for each in started:
         each.close()
 
 

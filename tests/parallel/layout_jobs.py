@@ -273,6 +273,13 @@ def gradients(
     return callback.kept
 
 
+def workers(**arguments):
+    """Threads for the collectives of each process group that :func:`gradients` has made."""
+    gradients(**arguments)
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    return [group._get_backend(torch.device("cpu")).options._threads for group in groups]
+
+
 class Steps(pl.Callback, CallbackMethods):
     """Keeps inputs and loss of each step, by its number."""
 

@@ -4,9 +4,12 @@ Jobs and answers are files, whose names go through the pipe.
 NeMo and Megatron are imported once; process groups, Megatron's parallel state and the like begin anew with each job.
 """
 
+import faulthandler
+import functools
 import gc
 import importlib.util
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -14,6 +17,7 @@ from pathlib import Path
 import torch
 
 
+@functools.cache
 def module_of(name):
     """A file of this folder; not imported by name, as tests are no package."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
@@ -37,18 +41,22 @@ def forget_the_last_job():
 
 
 def main(pipe, rank, ranks, console):
-    """Runs jobs (function of layout_jobs.py, arguments) and answers each with (result, None) or (None, traceback)."""
+    """Runs jobs (file, function, arguments) and answers each with (result, None) or (None, traceback).
+
+    Where its threads are goes to the console when it crashes, and when it gets SIGUSR1.
+    """
     output = os.open(console, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.enable(output)
+    faulthandler.register(signal.SIGUSR1, output)
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks))
-    jobs = module_of("layout_jobs")
     while True:
         job = pipe.recv()
-        function, arguments = torch.load(job, weights_only=False)
         try:
-            answer = getattr(jobs, function)(rank=rank, ranks=ranks, **arguments), None
+            module, function, arguments = torch.load(job, weights_only=False)
+            answer = getattr(module_of(module), function)(rank=rank, ranks=ranks, **arguments), None
         except BaseException:
             answer = None, traceback.format_exc()
         torch.save(answer, f"{job}.{rank}")

@@ -58,6 +58,7 @@ class DiffusionModel(GPTModel):
         check_layer_choice(transformer_impl, attention_backend)
         check_balance_over(balance_over)
         _check_config(config)
+        cpu.use_one_worker_of_gloo()
         super().__init__(config, optim=optim, tokenizer=tokenizer, model_transform=model_transform)
         self.objective = objective
         self.transformer_impl = transformer_impl
