@@ -1,11 +1,13 @@
 """Rows moved to another run equal rows alone. Shape letters: B rows, T canvas positions, S cache slots."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from nemo_dllm.collections.diffusion.sampling import KVCache, ReferenceQuirks, SamplerConfig, generate
 from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, block_indices
-from nemo_dllm.collections.diffusion.sampling.joining import Picked, can_join_rows, stack_rows
+from nemo_dllm.collections.diffusion.sampling.joining import Picked, can_join_rows, keeps_places, stack_rows
 from nemo_dllm.collections.diffusion.sampling.noise import GlobalNoise, RowNoise
 from nemo_dllm.collections.diffusion.sampling.progress import Progress
 from nemo_dllm.collections.diffusion.sampling.run import DenoisingRun
@@ -114,6 +116,48 @@ def test_progress_keeps_block_and_pass_and_counts_turns_anew():
     assert joined.blocks() == [None, 0]
 
 
+def test_turns_count_from_the_slowest_row_of_a_run_that_goes_on():
+    config = SamplerConfig(8, block_size=2, steps_per_block=2, block_origin="sequence")
+    whole_BT = torch.ones(3, 6, dtype=torch.bool)
+    old, new = (Progress(whole_BT, block_indices(whole_BT, 2, "sequence"), config, "turn") for _ in range(2))
+    old.advance([1, 1, 1], [0, 0, 0])
+    # In the middle of a block, which would keep others out for good.
+    old.end([True, False, False])
+    assert not old.is_between_blocks
+    for holes_left in ([0, 0, 0], [1, 1, 1], [0, 0, 0]):
+        old.advance(holes_left, [0, 0, 0])
+    assert old.is_between_blocks
+    # The row that has ended stays in its place, and others are on both sides of the new one's.
+    joined = Progress.join_rows([Picked(old, [0]), Picked(new, [1]), Picked(old, [2, 1])])
+    assert joined.blocks() == [None, 0, 2, 2]
+
+
+def test_what_comes_before_the_first_blocks_is_encoded_once(tiny_decoder):
+    config = SamplerConfig(NEW_TOKENS, block_size=4, block_origin="sequence", cache="exact")
+    model = tiny_decoder("sdar")
+    run = run_of(model, FIRST, [1, 2], config)
+    lengths, forward = [], model._forward
+    model._forward = lambda tokens_BL, *rest: (lengths.append(tokens_BL.shape), forward(tokens_BL, *rest))[1]
+    run.encode()
+    assert lengths == [(2, 8)]
+    take(run.steps(), 1)
+    assert lengths == [(2, 8), (2, 4)]
+
+
+def test_rows_keep_their_places_where_all_caches_suit(tiny_decoder):
+    model = tiny_decoder("sdar", 4)
+    exact = SamplerConfig(NEW_TOKENS, block_size=4, block_origin="sequence", cache="exact")
+    for config in (exact, replace(exact, cfg_scale=1.0), replace(exact, cache="approximate_delayed")):
+        run = run_of(model, FIRST, [1, 2], config)
+        # Two rows of 17 positions and a slot for padding.
+        assert [keeps_places(run, 2, columns) for columns in (8, 17, 18)] == [True, True, False]
+        assert [keeps_places(run, 1, 17), keeps_places(run, 1, 16), keeps_places(run, 3, 17)] == [True, False, False]
+    assert not keeps_places(run_of(model, FIRST, [1, 2], SamplerConfig(NEW_TOKENS)), 2, 17)
+    branch = run_of(model, FIRST, [1, 2], replace(exact, cfg_scale=1.0))
+    branch.score._unconditional._cache = KVCache(2, 40)
+    assert not keeps_places(branch, 2, 17)
+
+
 def test_a_canvas_is_as_wide_as_its_longest_row():
     wide, narrow = canvas_of([7, 5], 3, 4), canvas_of([4, 3], 2, 4)
     joined = Canvas.join_rows([Picked(wide, [1]), Picked(narrow, [0])])
@@ -143,6 +187,12 @@ def test_a_cache_takes_slots_along_and_its_padding_slot_is_always_the_last():
     # One that nothing has been written to brings empty slots.
     empty = KVCache.join_rows([Picked(KVCache(1, 2), [0]), Picked(narrow, [0])], 2)
     assert empty.held_BS.int().tolist() == [[0, 0, 0], [1, 1, 0]]
+
+
+def test_rows_of_one_part_may_be_on_both_sides_of_others():
+    a_BT, b_BT = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[7]])
+    picked = [Picked(a_BT, [1]), Picked(b_BT, [0]), Picked(None, [3]), Picked(a_BT, [0, 1])]
+    assert stack_rows(picked, 2).tolist() == [[4, 5], [7, 0], [0, 0], [1, 2], [4, 5]]
 
 
 def test_stacked_rows_are_cut_and_filled():

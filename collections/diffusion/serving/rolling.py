@@ -69,7 +69,7 @@ class RollingBatch:
     def step(self) -> DenoiseStep | None:
         """One forward pass, whose rows are ``rows``; None where no row is live any more."""
         for row in self.rows:
-            row.passes += 1
+            row.passes += row.is_live
         return next(self._steps, None)
 
     @property
