@@ -289,3 +289,30 @@ def test_lengths_that_passes_are_recorded_over():
         *(640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
     ]
     assert all(length <= _recorded_length(length) < 1.5 * length for length in range(5, 65))
+
+
+class Sum:
+    """In the place of a CUDA graph: adds up the memory that it was recorded over."""
+
+    def __init__(self, inputs, output):
+        self.inputs, self.output = inputs, output
+
+    def replay(self):
+        self.output.copy_(sum(self.inputs))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_replay_sees_what_was_written_to_its_inputs_since_the_last_one(inference):
+    from nemo_dllm.collections.diffusion.inference.recorded import Graph
+
+    inputs, output = [torch.zeros(3), torch.zeros(3)], torch.zeros(3)
+    graph = Graph(Sum(inputs, output), inputs, output)
+    with torch.inference_mode(inference):
+        one, other = torch.ones(3), torch.full((3,), 10.0)
+        assert graph.replay((one, other)).tolist() == graph.replay((one, other)).tolist() == [11.0] * 3
+        one[1] = 5
+        assert graph.replay((one, other)).tolist() == [11.0, 15.0, 11.0]
+        one.view(3)[2:] = 7  # Through a view.
+        assert graph.replay((one, other)).tolist() == [11.0, 15.0, 17.0]
+        assert graph.replay((one.clone(), one)).tolist() == [2.0, 10.0, 14.0]
+        assert graph.replay((one, other)).tolist() == [11.0, 15.0, 17.0]

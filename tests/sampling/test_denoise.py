@@ -28,6 +28,35 @@ def test_unreachable_threshold_commits_one_per_pass(table_model):
     assert steps[-1].tokens_BT.tolist() == [list(range(8))] and not steps[-1].holes_BT.any()
 
 
+def test_the_next_pass_has_begun_when_a_step_is_handed_out(table_model):
+    model, canvas_BT = table_model({i: {i: 0.9} for i in range(4)}), torch.zeros(1, 4, dtype=torch.int64)
+    begun = [len(model.seen) for _ in denoise(model, canvas_BT, canvas_BT == 0, M, SamplerConfig(4))]
+    assert begun == [2, 3, 4, 4]
+
+
+def test_whoever_may_give_up_is_asked_before_the_next_pass(table_model):
+    model, canvas_BT = table_model({i: {i: 0.9} for i in range(4)}), torch.zeros(1, 4, dtype=torch.int64)
+    seen = []
+    steps = denoise(model, canvas_BT, canvas_BT == 0, M, SamplerConfig(4), abandoned=lambda: [len(seen) == 2])
+    for step in steps:
+        seen.append(step)
+        assert len(model.seen) == len(seen)
+    assert len(seen) == 2 and int(seen[-1].holes_BT.sum()) == 2
+
+
+def test_later_steps_leave_earlier_ones_alone(table_model):
+    model, canvas_BT = table_model({i: {i: 0.9} for i in range(6)}), torch.zeros(2, 6, dtype=torch.int64)
+    holes_BT = canvas_BT == 0
+    config, kept = SamplerConfig(6, eos_token_id=3, editing_threshold=0.0), []
+    for step in denoise(model, canvas_BT, holes_BT, M, config):
+        tensors = {name: value for name, value in vars(step).items() if isinstance(value, torch.Tensor)}
+        kept.append((step, {name: value.clone() for name, value in tensors.items()}))
+    assert len(kept) > 2 and all(
+        torch.equal(getattr(step, name), value) for step, tensors in kept for name, value in tensors.items()
+    )
+    assert not canvas_BT.any() and holes_BT.all()
+
+
 def test_threshold_zero_is_one_pass_per_block(table_model):
     model = table_model({})
     assert len(run(model, [[0] * 12], [list(range(12))], threshold=0.0, block_size=4)) == 3

@@ -66,14 +66,14 @@ def operations(**fields):
 @pytest.mark.parametrize(
     "fields, most, over_vocabulary",
     [
-        ({"block_size": 16}, 34, 6),
-        ({"steps": 4, "schedule": "even"}, 34, 6),
-        ({"threshold": 0.06}, 34, 6),
-        ({"eos_token_id": 5}, 37, 6),
-        ({"temperature": 0.7}, 46, 16),
-        ({"block_size": 16, "cache": "approximate_prefix"}, 38, 7),
-        ({"block_size": 16, "cache": "approximate_dual"}, 38, 7),
-        ({"block_size": 32, "cache": "exact"}, 38, 7),
+        ({"block_size": 16}, 24, 6),
+        ({"steps": 4, "schedule": "even"}, 24, 6),
+        ({"threshold": 0.06}, 24, 6),
+        ({"eos_token_id": 5}, 24, 6),
+        ({"temperature": 0.7}, 38, 16),
+        ({"block_size": 16, "cache": "approximate_prefix"}, 27, 7),
+        ({"block_size": 16, "cache": "approximate_dual"}, 27, 7),
+        ({"block_size": 32, "cache": "exact"}, 27, 7),
     ],
     ids=str,
 )
@@ -83,12 +83,13 @@ def test_steps_within_a_block_take_few_operations(fields, most, over_vocabulary)
     assert max(of_logits for _, of_logits in counts) <= over_vocabulary
 
 
-@pytest.mark.parametrize("cache, most", [(None, 38), ("approximate_dual", 72), ("exact", 74)])
+@pytest.mark.parametrize("cache, most", [(None, 42), ("approximate_dual", 78), ("exact", 61)])
 def test_to_begin_a_block_takes_few_more(cache, most):
     counts = [total for total, _ in operations(block_size=4, block_origin="sequence", cache=cache)]
-    within = min(counts)
+    # The next pass begins before a step is there; behind the last one there is none.
+    within, last = counts[0], counts.pop()
     begins = [number for number, total in enumerate(counts) if total > within]
-    assert begins == [3, 7, 11] and max(counts) <= most
+    assert begins == [2, 6, 10] and max(counts) <= most and last < within
 
 
 def test_the_count_counts():

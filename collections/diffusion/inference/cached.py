@@ -184,8 +184,11 @@ class MegatronDenoiser:
             return logits_BV
 
         logits_BV = None
-        for part in _whole_blocks(blocks_BL, key_mask_BL, max(COMMITTED_AT_ONCE // len(tokens_BL), 1)):
-            given = (given_BL[:, part] for given_BL in (tokens_BL, positions_BL, key_mask_BL, blocks_BL))
+        given_BL = (tokens_BL, positions_BL, key_mask_BL, blocks_BL)
+        parts = _whole_blocks(blocks_BL, key_mask_BL, max(COMMITTED_AT_ONCE // len(tokens_BL), 1))
+        for part in parts:
+            # As they are where that is all: a recorded pass knows inputs again that it has had.
+            given = given_BL if len(parts) == 1 else [x_BL[:, part] for x_BL in given_BL]
             part_BV = self._run_with(cache, "commit", run, *given)[: len(tokens_BL)]
             if logits_BV is None:
                 logits_BV = part_BV

@@ -103,13 +103,23 @@ class Graph:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, inputs: list[Tensor], output: Tensor):
         self._graph, self._inputs, self._output = graph, inputs, output
+        self._given: list[tuple[Tensor, int] | None] = [None] * len(inputs)
 
     def replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """The output for these inputs, in memory of its own."""
-        for kept, given in zip(self._inputs, inputs, strict=True):
-            kept.copy_(given)
+        for place, (kept, given) in enumerate(zip(self._inputs, inputs, strict=True)):
+            # Much of what passes get is the same from one to the next. Tensors of inference mode have no version.
+            version = None if given.is_inference() else (given, given._version)
+            if version is None or not _is_same(version, self._given[place]):
+                kept.copy_(given)
+                self._given[place] = version
         self._graph.replay()
         return self._output.clone()
+
+
+def _is_same(one: tuple[Tensor, int], other: tuple[Tensor, int] | None) -> bool:
+    """Whether a tensor is another one, and was not written to in between."""
+    return other is not None and one[0] is other[0] and one[1] == other[1]
 
 
 class RecordedPasses:

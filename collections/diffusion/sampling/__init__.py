@@ -22,7 +22,7 @@ from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenois
 from nemo_dllm.collections.diffusion.sampling.presets import PRESETS, REFERENCE_PRESETS, preset, preset_fields
 from nemo_dllm.collections.diffusion.sampling.quirks import ReferenceQuirks
 from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES, Predictions, register_remasking
-from nemo_dllm.collections.diffusion.sampling.run import DenoiseStep
+from nemo_dllm.collections.diffusion.sampling.step import DenoiseStep
 from nemo_dllm.collections.diffusion.sampling.transfer import (
     SCHEDULES,
     linear_alpha,

@@ -36,9 +36,9 @@ class ApproximateCache(CachedScorer):
         joined._block_B = stack_rows(attribute_of(picked, "_block_B"))
         return joined
 
-    def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None:
+    def begin(self, tokens_BT: Tensor, blocks: Sequence[int | None]) -> None:
         """Encode the text of rows that begin a block."""
-        blocks_BT, keys_BT = self._canvas.blocks_BT, self._canvas.keys_BT
+        blocks_BT, keys_BT, active_BT = self._canvas.blocks_BT, self._canvas.keys_BT, self._canvas.at(blocks)
         none = torch.iinfo(torch.int64).max
         block_B = blocks_BT.masked_fill(~active_BT, none).amin(dim=1)
         began_B = block_B != self._block_B
@@ -92,7 +92,7 @@ class DelayedCache(CachedScorer):
         joined._passes_B = stack_rows(attribute_of(picked, "_passes_B"))
         return joined
 
-    def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None:
+    def begin(self, tokens_BT: Tensor, blocks: Sequence[int | None]) -> None:
         """Blocks make no difference."""
 
     def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor:

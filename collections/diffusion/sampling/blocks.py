@@ -36,6 +36,12 @@ class Canvas(NamedTuple):
         """Int64, how many tokens are before each position, padding not counted."""
         return (self.keys_BT.cumsum(dim=1) - 1).clamp_min(0)
 
+    def at(self, blocks: Sequence[int | None]) -> Tensor:
+        """Positions of a block of each row, bool; none of a row with None."""
+        nothing = torch.iinfo(torch.int64).min
+        current_B1 = torch.tensor([[nothing if block is None else block] for block in blocks])
+        return self.keys_BT & (self.blocks_BT == current_B1)
+
     @classmethod
     def join_rows(cls, picked: Sequence[Picked]) -> "Canvas":
         """Rows of several runs, as wide as the longest of them."""

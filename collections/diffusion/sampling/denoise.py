@@ -13,7 +13,8 @@ from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, block_indice
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
 from nemo_dllm.collections.diffusion.sampling.noise import GlobalNoise, RowNoise
-from nemo_dllm.collections.diffusion.sampling.run import DenoiseStep, DenoisingRun
+from nemo_dllm.collections.diffusion.sampling.run import DenoisingRun
+from nemo_dllm.collections.diffusion.sampling.step import DenoiseStep
 from nemo_dllm.collections.diffusion.sampling.stopping import Decode, TextEnds
 
 
@@ -29,6 +30,7 @@ def denoise(
     seeds: Sequence[int] | None = None,
     decode: Decode | None = None,
     abandoned: Callable[[], Sequence[bool]] | None = None,
+    device: torch.device | None = None,
 ) -> Iterator[DenoiseStep]:
     """Fill the holes of a canvas, one forward pass per step.
 
@@ -37,7 +39,7 @@ def denoise(
 
     Args:
         model: scores every token at every position; with ``config.cache`` a ``CachedDenoiser``.
-        canvas_BT: int64 token ids, on the model's device; those under holes are ignored.
+        canvas_BT: int64 token ids; those under holes are ignored.
         holes_BT: bool, positions to fill.
         mask_token_id: token shown to the model at holes; never chosen.
         config: ``max_new_tokens`` is not read.
@@ -47,9 +49,11 @@ def denoise(
         seeds: one per row, in place of ``config.seed``.
         decode: token ids -> text, for ``config.stop_strings``.
         abandoned: asked before every pass which rows nobody waits for any more; they keep the holes that they have.
+        device: of the model; None is that of the canvas.
 
     Returns:
-        An iterator over the steps; empty, without any forward pass, if there is no hole.
+        An iterator over the steps; empty, without any forward pass, if there is no hole. Without ``abandoned`` the pass
+        after a step has begun when the step is handed out.
 
     Raises:
         ValueError: shapes or dtypes disagree, an id is outside the vocabulary, or the model does not fit the cache.
@@ -69,14 +73,16 @@ def denoise(
     if seeds is not None:
         _check_per_row("seeds", seeds, len(canvas_BT))
     ends = TextEnds(config, decode)
+    device = canvas_BT.device if device is None else device
     if config.quirks.global_noise:
-        noise = GlobalNoise(canvas_BT.device)
+        noise = GlobalNoise(device)
     else:
-        noise = RowNoise(config.seed if seeds is None else seeds, row_ids, canvas_BT.device)
+        noise = RowNoise(config.seed if seeds is None else seeds, row_ids, device)
     keys_BT = torch.ones_like(holes_BT) if key_mask_BT is None else key_mask_BT
     blocks_BT = block_indices(holes_BT, config.block_size, config.counts_blocks_from)
     canvas = Canvas(holes_BT, blocks_BT, keys_BT, padded=key_mask_BT is not None)
-    return DenoisingRun(model, canvas_BT, canvas, mask_token_id, config, noise, ends).steps(abandoned)
+    run = DenoisingRun(model, canvas_BT, canvas, mask_token_id, config, noise, ends, device)
+    return run.steps(abandoned, ahead=lambda: abandoned is None)
 
 
 def _check_per_row(name: str, values: Sequence[int], rows: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from nemo_dllm.collections.diffusion.sampling.run import DenoiseStep
+from nemo_dllm.collections.diffusion.sampling.step import DenoiseStep
 
 if TYPE_CHECKING:
     from rich.console import Console

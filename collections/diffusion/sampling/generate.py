@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.denoise import denoise
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
-from nemo_dllm.collections.diffusion.sampling.run import DenoiseStep
+from nemo_dllm.collections.diffusion.sampling.step import DenoiseStep
 from nemo_dllm.collections.diffusion.sampling.stopping import Decode, text_end
 
 TokenRow = Sequence[int] | Tensor
@@ -107,15 +107,13 @@ def generate_stream(
     """As ``generate``, but hand out the canvas after every step; ``generation_result`` reads the last one."""
     if len(prompts) == 0:
         raise ValueError("prompts is empty; give at least one prompt, as a list of token ids")
-    starts = [
-        _as_row(_start(prompt, index, config), f"prompts[{index}]", device) for index, prompt in enumerate(prompts)
-    ]
+    starts = [_as_row(_start(prompt, index, config), f"prompts[{index}]") for index, prompt in enumerate(prompts)]
     lengths = [_new_tokens(len(start), index, config) for index, start in enumerate(starts)]
     rows = [
         torch.cat([start, start.new_full((length,), mask_token_id)])
         for start, length in zip(starts, lengths, strict=True)
     ]
-    holes = [torch.arange(len(row), device=row.device) >= len(start) for row, start in zip(rows, starts, strict=True)]
+    holes = [torch.arange(len(row)) >= len(start) for row, start in zip(rows, starts, strict=True)]
     stacked = _stack_rows(rows, holes, mask_token_id if pad_token_id is None else pad_token_id, config)
     return denoise(
         model,
@@ -127,6 +125,7 @@ def generate_stream(
         row_ids,
         seeds=seeds,
         decode=decode,
+        device=_device_of(prompts, device),
     )
 
 
@@ -179,22 +178,22 @@ def infill(
     Raises:
         ValueError: there are no rows, a row and its holes differ in length, or an id is outside the vocabulary.
     """
-    rows = [_as_row(row, f"tokens[{index}]", device) for index, row in enumerate(tokens)]
+    rows = [_as_row(row, f"tokens[{index}]") for index, row in enumerate(tokens)]
     lengths, hole_lengths = [len(row) for row in rows], [len(row) for row in holes]
     if not lengths or lengths != hole_lengths:
         raise ValueError(
             f"holes has rows of lengths {hole_lengths} for tokens of lengths {lengths}; give at least one row and one "
             "boolean per token"
         )
-    hole_rows = [torch.as_tensor(row, dtype=torch.bool, device=rows[0].device) for row in holes]
+    hole_rows = [torch.as_tensor(row, dtype=torch.bool).cpu() for row in holes]
     config = replace(config, stop_at_eos=False, stop_token_ids=(), stop_strings=(), min_new_tokens=0)
     stacked = _stack_rows(rows, hole_rows, mask_token_id if pad_token_id is None else pad_token_id, config)
-    filled_BT, passes = stacked.tokens_BT.cpu(), 0
+    filled_BT, passes = stacked.tokens_BT, 0
     canvas = (stacked.tokens_BT, stacked.holes_BT, mask_token_id, config, stacked.key_mask_BT, row_ids)
-    for last in denoise(model, *canvas, seeds=seeds):
+    for last in denoise(model, *canvas, seeds=seeds, device=_device_of(tokens, device)):
         filled_BT, passes = last.tokens_BT, last.step
     sequences = [filled_T[:length] for filled_T, length in zip(filled_BT, lengths, strict=True)]
-    completions = [row[row_holes.cpu()] for row, row_holes in zip(sequences, hole_rows, strict=True)]
+    completions = [row[row_holes] for row, row_holes in zip(sequences, hole_rows, strict=True)]
     return GenerateResult(sequences, completions, passes, ["length"] * len(rows))
 
 
@@ -210,9 +209,17 @@ def span_between(prefix: Sequence[int], suffix: Sequence[int], length: int) -> t
     return tokens, [len(prefix) <= index < len(prefix) + length for index in range(len(tokens))]
 
 
-def _as_row(ids: TokenRow, name: str, device: torch.device | str | None) -> Tensor:
+def _device_of(rows: Sequence[TokenRow], device: torch.device | str | None) -> torch.device:
+    """The model's: the one that is given, or that of the rows."""
+    if device is None:
+        device = next((row.device for row in rows if isinstance(row, Tensor)), "cpu")
+    return torch.device(device)
+
+
+def _as_row(ids: TokenRow, name: str) -> Tensor:
+    """On the CPU, where canvases are put together."""
     try:
-        row = torch.as_tensor(ids, device=device)
+        row = torch.as_tensor(ids).cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}={ids!r} is no sequence of token ids ({error})") from error
     whole = row.numel() == 0 or not (row.is_floating_point() or row.is_complex() or row.dtype == torch.bool)
@@ -257,8 +264,8 @@ def _stack_rows(rows: list[Tensor], holes: list[Tensor], pad_token_id: int, conf
     """Stack rows left-aligned, so that positions run on from prompt to answer; pads on the right are no keys."""
     tokens_BT = pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
     holes_BT = pad_sequence(holes, batch_first=True, padding_value=False)
-    lengths_B = torch.tensor([len(row) for row in rows], device=tokens_BT.device)
-    key_mask_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < lengths_B[:, None]
+    lengths_B = torch.tensor([len(row) for row in rows])
+    key_mask_BT = torch.arange(tokens_BT.shape[1]) < lengths_B[:, None]
     if config.quirks.pad_ids_are_padding:
         key_mask_BT = key_mask_BT & (holes_BT | (tokens_BT != pad_token_id))
     elif len(set(map(len, rows))) == 1:

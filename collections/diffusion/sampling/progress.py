@@ -3,13 +3,12 @@
 Shape letters: B rows, T canvas positions.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from copy import copy
 from math import ceil
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
@@ -23,17 +22,18 @@ def block_plan(holes_T: Tensor, blocks_T: Tensor, config: SamplerConfig) -> list
     ``config.steps`` is split evenly over these blocks and rounded up. Without steps the counts are empty, which stands
     for one token per step.
     """
-    found, counts = torch.unique(blocks_T[holes_T], return_counts=True)
+    masked_of = Counter(blocks_T[holes_T].tolist())
     steps = config.steps_per_block
     if config.steps is not None:
-        steps = ceil(config.steps / max(1, len(found)))
+        steps = ceil(config.steps / max(1, len(masked_of)))
     if steps is None:
-        return [(block, []) for block in found.tolist()]
-    schedule = SCHEDULES[config.schedule]
-    return [
-        (block, schedule(masked, steps, config.block_size or masked))
-        for block, masked in zip(found.tolist(), counts.tolist(), strict=True)
-    ]
+        return [(block, []) for block in sorted(masked_of)]
+    # Most blocks have as many holes as the others.
+    counts_of = {
+        masked: SCHEDULES[config.schedule](masked, steps, config.block_size or masked)
+        for masked in set(masked_of.values())
+    }
+    return [(block, counts_of[masked_of[block]]) for block in sorted(masked_of)]
 
 
 class Progress:

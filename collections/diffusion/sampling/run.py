@@ -8,9 +8,10 @@ Shape letters: B rows, T canvas positions, L positions of one pass, N scored pos
 V vocabulary. A place is a position of the canvas counted row after row.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy
@@ -24,38 +25,13 @@ from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenois
 from nemo_dllm.collections.diffusion.sampling.noise import GlobalNoise, RowNoise
 from nemo_dllm.collections.diffusion.sampling.prediction import predict
 from nemo_dllm.collections.diffusion.sampling.progress import Progress
+from nemo_dllm.collections.diffusion.sampling.quirks import ReferenceQuirks
 from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
 from nemo_dllm.collections.diffusion.sampling.scoring import build_scorer
 from nemo_dllm.collections.diffusion.sampling.selection import Judged, Scored, above, judge, select_commits
+from nemo_dllm.collections.diffusion.sampling.step import Change, DenoiseStep, Launched
 from nemo_dllm.collections.diffusion.sampling.stopping import TextEnds
 from nemo_dllm.collections.diffusion.sampling.token_choice import check_token_ids, tells_first_tokens_apart
-
-
-@dataclass(frozen=True, eq=False)
-class DenoiseStep:
-    """The canvas after one forward pass, on the CPU; later steps leave these tensors alone.
-
-    Attributes:
-        tokens_BT: int64, holes hold the mask token.
-        holes_BT: bool, positions still to fill.
-        committed_BT: bool, positions filled by this step, those closed by an end token included.
-        step: forward passes so far, from 1 (with guidance: pairs of them).
-        edited_BT: bool, generated tokens that this step has replaced; None where nothing is edited.
-        settled_BT: bool, generated tokens with no hole before them that no later step replaces: what may be shown to a
-            reader. A row is finished when all its generated tokens are.
-    """
-
-    tokens_BT: Tensor
-    holes_BT: Tensor
-    committed_BT: Tensor
-    step: int
-    edited_BT: Tensor | None = None
-    settled_BT: Tensor | None = None
-
-    @property
-    def new_BT(self) -> Tensor:
-        """Bool, positions whose token this step has filled in or replaced."""
-        return self.committed_BT if self.edited_BT is None else self.committed_BT | self.edited_BT
 
 
 class DenoisingRun:
@@ -88,7 +64,7 @@ class DenoisingRun:
         self.noise, self.ends, self.device = noise, ends, device or tokens_BT.device
         self.canvas = canvas = canvas.cpu()
         self.tokens_BT = tokens_BT.cpu().masked_fill(canvas.holes_BT, mask_token_id)
-        self.holes_BT = canvas.holes_BT
+        self.holes_BT = canvas.holes_BT.clone()
         # A model that knows its vocabulary keeps a GPU from ids that would be the end of its process.
         self.known_vocabulary = getattr(model, "vocabulary_size", None)
         self._check_ids(self.known_vocabulary)
@@ -123,42 +99,79 @@ class DenoisingRun:
         """Encode what comes before the blocks at hand; the next step would do it otherwise."""
         self._begin(self.progress.blocks())
 
-    def steps(self, abandoned: Callable[[], Sequence[bool]] | None = None) -> Iterator[DenoiseStep]:
-        """What ``denoise`` returns, from where the run stands; steps count from 1."""
-        step, blocks = 0, None
-        while True:
-            if abandoned is not None:
-                self.progress.end(abandoned())
-            blocks_before, blocks = blocks, self.progress.blocks()
-            if all(block is None for block in blocks) or (self.config.quirks.stop_after_block and self.done_B.all()):
-                return
-            if blocks != blocks_before:
-                self._begin(blocks)
-            step += 1
-            yield self._step(step)
+    def steps(
+        self, abandoned: Callable[[], Sequence[bool]] | None = None, ahead: Callable[[], bool] | None = None
+    ) -> Iterator[DenoiseStep]:
+        """What ``denoise`` returns, from where the run stands; steps count from 1.
 
-    def _step(self, step: int) -> DenoiseStep:
-        """One pass over the blocks at hand, and what it commits and edits."""
-        edits = self.config.editing_threshold is not None
-        scored = Scored.of(self._candidates(), self.holes_BT.shape[1], self._generated if edits else None)
-        predictions = self._predict(scored)
-        # Meanwhile the device works.
-        quotas = self.progress.quotas()
+        Args:
+            abandoned: as of ``denoise``.
+            ahead: asked after each pass whether the next one may begin before its step is handed out, so that the
+                device works while the caller does. Rows must not be joined after such a step. None is never.
+        """
+        self._blocks, step = None, 0
+        launched = self._launch(abandoned)
+        while launched is not None:
+            step += 1
+            change = self._finish(launched)
+            is_ahead = ahead is not None and ahead()
+            if is_ahead:
+                launched = self._launch(abandoned)
+            yield self._seen(step, change)
+            if not is_ahead:
+                launched = self._launch(abandoned)
+
+    def _launch(self, abandoned: Callable[[], Sequence[bool]] | None) -> Launched | None:
+        """Let the device begin with the next pass over the blocks at hand; None where nothing is left to do."""
+        if abandoned is not None:
+            self.progress.end(abandoned())
+        blocks = self.progress.blocks()
+        if all(block is None for block in blocks) or (self.config.quirks.stop_after_block and self.done_B.all()):
+            return None
+        if blocks != self._blocks:
+            self._begin(blocks)
+        scored = Scored.of(self._candidates(), self.holes_BT.shape[1], self._generated if self._edits_tokens else None)
+        return Launched(scored, self._predict(scored), self.progress.quotas())
+
+    def _finish(self, launched: Launched) -> Change:
+        """Wait for a pass, and commit and edit tokens; until the next pass is launched the device waits."""
+        scored, predictions, quotas = launched
         judged = judge(predictions, self.config)
         chosen = select_commits(judged, scored, quotas, self.config)
-        edited = self._edits(judged, scored) if edits else []
+        edited = self._edited(judged, scored) if self._edits_tokens else []
         # The mask token is chosen with a quirk only, and fills nothing.
         filled = [n for n in chosen if judged.tokens[n] != self.mask_token_id]
-        written = filled + edited
-        holes_before_BT = self.holes_BT
-        self.tokens_BT = _put(self.tokens_BT, scored.at(written), [judged.tokens[n] for n in written])
-        self.holes_BT = _put(self.holes_BT, scored.at(filled), [False] * len(filled))
-        committed = set(scored.at(filled))
-        self._open = [[place for place in row if place not in committed] for row in self._open]
-        edited_BT = _put(torch.zeros_like(self.holes_BT), scored.at(edited), [True] * len(edited)) if edits else None
-        settled_BT = self._settle(self._advance(edited_BT))
-        # Holes are only ever filled.
-        return DenoiseStep(self.tokens_BT, self.holes_BT, holes_before_BT ^ self.holes_BT, step, edited_BT, settled_BT)
+        written, committed = filled + edited, scored.at(filled)
+        _put(self.tokens_BT, scored.at(written), [judged.tokens[n] for n in written])
+        _put(self.holes_BT, committed, False)
+        for n in filled:
+            if judged.tokens[n] in self.config.end_token_ids:
+                row = scored.places[n] // scored.width
+                self._end_of[row] = min(scored.places[n], self._end_of.get(row, scored.places[n]))
+        taken = set(committed)
+        self._open = [[place for place in row if place not in taken] for row in self._open]
+        edits_of = Counter(scored.places[n] // scored.width for n in edited)
+        finished = self.progress.advance(
+            [len(row) for row in self._open], [edits_of[row] for row in range(len(quotas))]
+        )
+        if self.config.quirks.stop_after_block:
+            ends_B = (self._active_BT & (self.tokens_BT == self.config.eos_token_id)).any(dim=1)
+            self.done_B |= torch.tensor(finished) & ends_B
+        # What may still be edited has not ended anything yet.
+        unsettled_BT = self._active_BT & ~torch.tensor(finished)[:, None] if self._edits_tokens else None
+        ended = self._ended(unsettled_BT)
+        if any(ended):
+            committed = committed + self._close(ended)
+            if unsettled_BT is not None:
+                unsettled_BT = unsettled_BT & ~torch.tensor(ended)[:, None]
+        return Change(committed, scored.at(edited), unsettled_BT)
+
+    def _seen(self, step: int, change: Change) -> DenoiseStep:
+        """What a step shows of the canvas, as it is until the next pass is finished."""
+        committed_BT = _put(torch.zeros_like(self.holes_BT), change.committed, True)
+        edited_BT = _put(torch.zeros_like(self.holes_BT), change.edited, True) if self._edits_tokens else None
+        settled_BT = self._settled(change.unsettled_BT)
+        return DenoiseStep(self.tokens_BT.clone(), self.holes_BT.clone(), committed_BT, step, edited_BT, settled_BT)
 
     def _check_ids(self, vocabulary: int | None) -> None:
         if vocabulary is not None:
@@ -171,15 +184,22 @@ class DenoisingRun:
                 "the model's tokenizer, and see to mask_token_id and pad_token_id"
             )
 
+    @property
+    def _edits_tokens(self) -> bool:
+        return self.config.editing_threshold is not None
+
     @torch.no_grad()
     def _begin(self, blocks: list[int | None]) -> None:
         """Let rows move on to these blocks; those with None have nothing to do."""
-        nothing = torch.iinfo(torch.int64).min
-        current_B1 = torch.tensor([[nothing if block is None else block] for block in blocks])
-        self._active_BT = self.canvas.keys_BT & (self.canvas.blocks_BT == current_B1)
-        self.score.begin(self.tokens_BT, self._active_BT)
-        self._open = places_by_row(self.holes_BT & self._active_BT)
-        self._generated = places_by_row(self.canvas.holes_BT & self._active_BT)
+        self.score.begin(self.tokens_BT, blocks)
+        self._blocks = blocks
+        self._active_BT = active_BT = self.canvas.at(blocks)
+        self._open = places_by_row(self.holes_BT & active_BT)
+        self._generated = places_by_row(self.canvas.holes_BT & active_BT)
+        # By row, the first end token of its block.
+        ends_BT = torch.isin(self.tokens_BT, torch.tensor(self.config.end_token_ids, dtype=torch.int64))
+        ends = places_by_row(ends_BT & self.canvas.holes_BT & active_BT)
+        self._end_of = {row: places[0] for row, places in enumerate(ends) if places}
 
     def _candidates(self) -> list[list[int]]:
         """Places that may be filled, by row."""
@@ -216,40 +236,38 @@ class DenoisingRun:
         window = gather_window(self._active_BT)
         return drawn_BT.gather(1, window.index_BL) & window.valid_BL
 
-    def _edits(self, judged: Judged, scored: Scored) -> list[int]:
+    def _edited(self, judged: Judged, scored: Scored) -> list[int]:
         """Scored positions that are no candidates, and get another token than they have."""
         before = self.tokens_BT.flatten()[scored.places].tolist()
         editable = sorted(set(range(len(before))).difference(*scored.candidates))
         sure = above(judged.probabilities, editable, self.config.editing_threshold)
         return [n for n in sure if judged.tokens[n] != before[n]]
 
-    def _advance(self, edited_BT: Tensor | None) -> list[bool]:
-        """Count the pass; returns per row whether it has finished its block."""
-        edited = [0] * len(self._open) if edited_BT is None else edited_BT.sum(dim=1).tolist()
-        finished = self.progress.advance([len(row) for row in self._open], edited)
-        if self.config.quirks.stop_after_block:
-            ends_B = (self._active_BT & (self.tokens_BT == self.config.eos_token_id)).any(dim=1)
-            self.done_B |= torch.tensor(finished) & ends_B
-        return finished
-
-    def _settle(self, finished: list[bool]) -> Tensor:
-        """Settled tokens; the rows whose text has ended are filled, for nothing behind the end can change it."""
-        config = self.config
+    def _settled(self, unsettled_BT: Tensor | None) -> Tensor:
+        """Generated tokens with no hole before them, but for some, bool [B, T]."""
         settled_BT = self.canvas.holes_BT & _before_holes(self.holes_BT)
-        if config.editing_threshold is not None:
-            # What may still be edited has not ended anything yet.
-            settled_BT = settled_BT & ~(self._active_BT & ~torch.tensor(finished)[:, None])
+        return settled_BT if unsettled_BT is None else settled_BT & ~unsettled_BT
+
+    def _ended(self, unsettled_BT: Tensor | None) -> list[bool]:
+        """Rows whose text has ended."""
+        config = self.config
         if not config.end_token_ids:
-            return settled_BT
-        ended = self.ends.ended(self.tokens_BT, settled_BT)
-        if not any(ended):
-            return settled_BT
+            return []
+        if config.stop_strings or self._edits_tokens or config.quirks != ReferenceQuirks():
+            return self.ends.ended(self.tokens_BT, self._settled(unsettled_BT))
+        # Blocks before those at hand are full.
+        return [
+            row in self._end_of and self._end_of[row] < min(open_, default=inf) for row, open_ in enumerate(self._open)
+        ]
+
+    def _close(self, ended: list[bool]) -> list[int]:
+        """Fill what is left of rows, for nothing behind the end of a text can change it; returns the places."""
         self.progress.end(ended)
-        ended_B1 = torch.tensor(ended)[:, None]
-        closed_BT = self.holes_BT & ended_B1
-        self.tokens_BT = self.tokens_BT.masked_fill(closed_BT, config.end_token_ids[0])
-        self.holes_BT = self.holes_BT & ~closed_BT
-        return settled_BT | (self.canvas.holes_BT & ended_B1)
+        closed_BT = self.holes_BT.numpy() & numpy.array(ended)[:, None]
+        places = closed_BT.reshape(-1).nonzero()[0].tolist()
+        _put(self.tokens_BT, places, self.config.end_token_ids[0])
+        _put(self.holes_BT, places, False)
+        return places
 
 
 def _before_holes(holes_BT: Tensor) -> Tensor:
@@ -262,8 +280,7 @@ def _before_holes(holes_BT: Tensor) -> Tensor:
 
 
 def _put(canvas_BT: Tensor, places: list[int], values: Any) -> Tensor:
-    """The canvas with other values at some places."""
-    # At so few places, tensors of them take longer to make than the copy.
-    array_BT = canvas_BT.numpy().copy()
-    array_BT.reshape(-1)[places] = values
-    return torch.from_numpy(array_BT)
+    """Write to some places of a canvas; returns it."""
+    # At so few places, tensors of them would take longer to make.
+    canvas_BT.numpy().reshape(-1)[places] = values
+    return canvas_BT

@@ -1,6 +1,6 @@
 """Logits of the positions that a step asks for: from the whole canvas, or with keys and values kept from earlier steps.
 
-A scorer is told the block of each row at hand where one of them moves on, ``begin(tokens_BT, active_BT)``, and called
+A scorer is told the block of each row at hand where one of them moves on, ``begin(tokens_BT, blocks)``, and called
 for each step as (tokens_BT, places) -> logits_NV: the canvas, and the places to score, ascending (some of the active
 ones, counted row after row). The tensors that it gets are on the CPU, where looking into them costs little; the logits
 are on the model's device, and it never waits for that. One whose rows can be moved between passes has ``join_rows``
@@ -31,7 +31,7 @@ _LARGEST = torch.finfo(torch.float32).max
 class Scorer(Protocol):
     """See above."""
 
-    def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None: ...
+    def begin(self, tokens_BT: Tensor, blocks: Sequence[int | None]) -> None: ...
 
     def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor: ...
 
@@ -50,7 +50,7 @@ class WholeCanvas:
         first = picked[0].part
         return cls(first._model, canvas, first._right_shift, first._device)
 
-    def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None:
+    def begin(self, tokens_BT: Tensor, blocks: Sequence[int | None]) -> None:
         """Blocks make no difference."""
 
     def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor:
@@ -58,7 +58,9 @@ class WholeCanvas:
         if self._right_shift:
             positions_N = (positions_N - 1).clip(0)
         entries_2N = torch.from_numpy(numpy.array([rows_N, positions_N]))
-        (rows_N, positions_N), tokens_BT = on_device(entries_2N, self._device), on_device(tokens_BT, self._device)
+        rows_N, positions_N = on_device(entries_2N, self._device)
+        # A copy, for the canvas is written to.
+        tokens_BT = tokens_BT.to(self._device, non_blocking=True, copy=True)
         if hasattr(self._model, "score_positions"):
             return self._model.score_positions(tokens_BT, rows_N, positions_N, key_mask_BT=self._key_mask_BT)
         logits_BTV = self._model(tokens_BT, key_mask_BT=self._key_mask_BT)
@@ -79,27 +81,38 @@ class CommittedBlocks(CachedScorer):
     def __init__(self, model: CachedDenoiser, canvas: Canvas, right_shift: bool, device: torch.device):
         super().__init__(model, canvas, right_shift, device)
         self._committed_BT = torch.zeros_like(canvas.keys_BT)
-        self._last_BV = self._pass = None
+        self._last_BV = self._blocks = None
 
     @classmethod
     def join_rows(cls, picked: Sequence[Picked], canvas: Canvas) -> "CommittedBlocks":
         """For rows of several runs, with the blocks that they have committed."""
         joined = cls._with_rows(picked, canvas)
         joined._committed_BT = stack_rows(attribute_of(picked, "_committed_BT"), canvas.keys_BT.shape[1])
-        joined._last_BV, joined._pass = stack_rows(attribute_of(picked, "_last_BV")), None
+        joined._last_BV, joined._blocks = stack_rows(attribute_of(picked, "_last_BV")), None
         return joined
 
-    def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None:
+    def begin(self, tokens_BT: Tensor, blocks: Sequence[int | None]) -> None:
         """Encode the blocks before those at hand."""
-        lowest = torch.iinfo(torch.int64).min
-        current_B1 = self._canvas.blocks_BT.masked_fill(~active_BT, lowest).amax(dim=1, keepdim=True)
-        pending_BT = self._canvas.keys_BT & (self._canvas.blocks_BT < current_B1) & ~self._committed_BT
-        if pending_BT.any():
-            # As a rule that is the block at hand so far, for which everything is there.
-            same = self._pass is not None and torch.equal(pending_BT, self._pass.chosen_BT)
-            self._commit(tokens_BT, self._pass if same else self._pass_over(pending_BT))
+        at = self._pass if self._moves_on(blocks) else self._pending(blocks)
+        if at is not None:
+            self._commit(tokens_BT, at)
         # What a shift needs besides the block at hand is put in front of its logits.
-        self._take(active_BT, shifted=False)
+        self._take(self._canvas.at(blocks), shifted=False)
+        self._blocks = blocks
+
+    def _moves_on(self, blocks: Sequence[int | None]) -> bool:
+        """Whether each row goes from the block at hand to the next one."""
+        return self._blocks is not None and all(
+            block is before if before is None else block == before + 1
+            for block, before in zip(blocks, self._blocks, strict=True)
+        )
+
+    def _pending(self, blocks: Sequence[int | None]) -> Pass | None:
+        """The blocks before these that are not encoded yet; None where there is nothing."""
+        lowest = torch.iinfo(torch.int64).min
+        current_B1 = torch.tensor([[lowest if block is None else block] for block in blocks])
+        pending_BT = self._canvas.keys_BT & (self._canvas.blocks_BT < current_B1) & ~self._committed_BT
+        return self._pass_over(pending_BT) if pending_BT.any() else None
 
     def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor:
         if not self._right_shift:
@@ -154,10 +167,10 @@ class Guided:
         joined._hidden_BT = stack_rows(attribute_of(picked, "_hidden_BT"), canvas.keys_BT.shape[1])
         return joined
 
-    def begin(self, tokens_BT: Tensor, active_BT: Tensor) -> None:
+    def begin(self, tokens_BT: Tensor, blocks: Sequence[int | None]) -> None:
         """Each branch by itself."""
         for branch, branch_BT in self._branches(tokens_BT):
-            branch.begin(branch_BT, active_BT)
+            branch.begin(branch_BT, blocks)
 
     def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor:
         # Infinity in both, as of a token that the model never gives, has no difference.

@@ -133,6 +133,9 @@ def _best(values: Sequence[float], numbers: Sequence[int], count: int) -> Sequen
     if count >= len(numbers):
         return numbers
     # Masks without a text before them are all alike, and which is ahead by a bit depends on the batch.
+    if count == 1:
+        highest = max(values[n] for n in numbers)
+        return [next(n for n in numbers if isclose(values[n], highest, **_ROUNDING))]
     order, start = sorted(numbers, key=values.__getitem__, reverse=True), 0
     while start < count:
         highest = values[order[start]]
