@@ -26,12 +26,6 @@ FP32, BF16 = 1e-4, 2e-2
 BF16_EXPERTS = 5e-2
 
 
-@pytest.fixture(autouse=True)
-def no_tf32():
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-
-
 @torch.no_grad()
 def errors(build_core, models, name, transformer_impl, backend, dtype):
     """Largest difference to the golden logits in fp32; in bf16 the mean one over the logits' standard deviation."""

@@ -18,12 +18,6 @@ MODELS = Path(__file__).parents[1] / "golden" / "models"
 PROMPTS = [[12, 60, 4], [29, 12, 4, 0, 159, 33, 91, 8, 7], [5], [88, 7, 1, 8]]
 
 
-@pytest.fixture(autouse=True)
-def no_tf32(monkeypatch):
-    """Which some machines switch on, and cuBLAS then takes for some shapes and not for others."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 @pytest.fixture(scope="module", params=["sdar", "a2d_llama"])
 def loaded(request, single_process):
     from nemo_dllm.collections.diffusion.inference import load_checkpoint
