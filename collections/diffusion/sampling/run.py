@@ -8,7 +8,6 @@ Shape letters: B rows, T canvas positions, L positions of one pass, N scored pos
 V vocabulary. A place is a position of the canvas counted row after row.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from math import inf
@@ -60,7 +59,7 @@ class DenoisingRun:
         ends: TextEnds,
         device: torch.device | None = None,
     ):
-        self.config, self.mask_token_id = config, mask_token_id
+        self.config, self.mask_token_id, self._end_ids = config, mask_token_id, frozenset(config.end_token_ids)
         self.noise, self.ends, self.device = noise, ends, device or tokens_BT.device
         self.canvas = canvas = canvas.cpu()
         self.tokens_BT = tokens_BT.cpu().masked_fill(canvas.holes_BT, mask_token_id)
@@ -141,22 +140,11 @@ class DenoisingRun:
         edited = self._edited(judged, scored) if self._edits_tokens else []
         # The mask token is chosen with a quirk only, and fills nothing.
         filled = [n for n in chosen if judged.tokens[n] != self.mask_token_id]
-        written, committed = filled + edited, scored.at(filled)
-        _put(self.tokens_BT, scored.at(written), [judged.tokens[n] for n in written])
-        _put(self.holes_BT, committed, False)
-        for n in filled:
-            if judged.tokens[n] in self.config.end_token_ids:
-                row = scored.places[n] // scored.width
-                self._end_of[row] = min(scored.places[n], self._end_of.get(row, scored.places[n]))
-        taken = set(committed)
-        self._open = [[place for place in row if place not in taken] for row in self._open]
-        edits_of = Counter(scored.places[n] // scored.width for n in edited)
-        finished = self.progress.advance(
-            [len(row) for row in self._open], [edits_of[row] for row in range(len(quotas))]
-        )
-        if self.config.quirks.stop_after_block:
-            ends_B = (self._active_BT & (self.tokens_BT == self.config.eos_token_id)).any(dim=1)
-            self.done_B |= torch.tensor(finished) & ends_B
+        committed = scored.at(filled)
+        self._fill(committed, [judged.tokens[n] for n in filled])
+        if edited:
+            _put(self.tokens_BT, scored.at(edited), [judged.tokens[n] for n in edited])
+        finished = self._advance(scored.at(edited))
         # What may still be edited has not ended anything yet.
         unsettled_BT = self._active_BT & ~torch.tensor(finished)[:, None] if self._edits_tokens else None
         ended = self._ended(unsettled_BT)
@@ -165,6 +153,28 @@ class DenoisingRun:
             if unsettled_BT is not None:
                 unsettled_BT = unsettled_BT & ~torch.tensor(ended)[:, None]
         return Change(committed, scored.at(edited), unsettled_BT)
+
+    def _fill(self, places: list[int], tokens: list[int]) -> None:
+        """Write tokens to holes of the blocks at hand."""
+        _put(self.tokens_BT, places, tokens)
+        _put(self.holes_BT, places, False)
+        if not self._end_ids.isdisjoint(tokens):
+            for place in (place for place, token in zip(places, tokens, strict=True) if token in self._end_ids):
+                row = place // self.tokens_BT.shape[1]
+                self._end_of[row] = min(place, self._end_of.get(row, place))
+        filled = set(places)
+        self._open = [[place for place in row if place not in filled] for row in self._open]
+
+    def _advance(self, edited: list[int]) -> list[bool]:
+        """Count the pass; returns per row whether it has finished its block."""
+        edits = [0] * len(self._open)
+        for place in edited:
+            edits[place // self.tokens_BT.shape[1]] += 1
+        finished = self.progress.advance([len(row) for row in self._open], edits)
+        if self.config.quirks.stop_after_block:
+            ends_B = (self._active_BT & (self.tokens_BT == self.config.eos_token_id)).any(dim=1)
+            self.done_B |= torch.tensor(finished) & ends_B
+        return finished
 
     def _seen(self, step: int, change: Change) -> DenoiseStep:
         """What a step shows of the canvas, as it is until the next pass is finished."""
