@@ -137,6 +137,36 @@ def test_a_row_that_ends_within_a_block_does_not_keep_others_out(batch_of, given
     assert passes == 9
 
 
+def test_passes_begin_before_the_last_step_is_handed_out_where_nobody_can_join(model, batch_of):
+    batch = batch_of(row_of(4))
+    begun = []
+    for _ in range(8):
+        batch.step()
+        begun.append(len(model.passes))
+    # Prompt and blocks are encoded, too; after the last pass of a block the next one waits for those that may join.
+    assert begun == [3, 4, 5, 5, 8, 9, 10, 10]
+
+
+def test_a_row_whose_pass_has_begun_is_not_joined_when_the_one_it_waited_for_is_given_up(kit, model, batch_of):
+    """The numbers that it has drawn for that pass would be lost."""
+    gone, waits = row_of(4, 12, seed=1, temperature=1.0), row_of(7, 9, seed=2, temperature=1.0)
+    batch = batch_of(gone, waits)
+    batch.step()
+    gone.abandoned = True
+    batch.step()
+    assert batch._run.progress.is_between_blocks and not batch.is_open
+    tokens = []
+    while not waits.done:
+        step = batch.step()
+        tokens = step.tokens_BT[1, waits.holes].tolist()
+        waits.done = not step.holes_BT[1].any()
+        if batch.is_open:
+            batch = batch.with_live_rows_of(batch_of(row_of(seed=3, temperature=1.0))) or batch
+    config = SamplerConfig(**EXACT, temperature=1.0, max_new_tokens=9)
+    alone = generate(model, [[65] * 7], config, mask_token_id=kit.MASK, seeds=[2])
+    assert tokens == alone.completions[0].tolist()
+
+
 def test_rows_in_caches_that_only_join_are_moved_together(kit, tiny_attention):
     class Moving(KVCache):
         suits = property()

@@ -69,10 +69,10 @@ class MegatronDenoiser:
         return self.core.logical_vocab_size
 
     @property
-    def full_pass(self) -> int | None:
+    def full_pass(self) -> int:
         """See ``CachedDenoiser``; passes that are not recorded take the time of launching them, however small."""
         recorded = self._records and next(self.core.parameters()).device.type == "cuda"
-        return FULL_PASS if recorded else None
+        return FULL_PASS if recorded else RECORDED_AT_ONCE
 
     @torch.no_grad()
     def __call__(self, tokens_BT: Tensor, *, key_mask_BT: Tensor | None = None) -> Tensor:

@@ -225,7 +225,7 @@ class BatchingEngine:
             if newcomers.begins_with_all:
                 self._pass(newcomers)
             batch = batch.with_live_rows_of(newcomers)
-        elif batch.is_elastic and len(batch.rows) > len(self._running):
+        elif batch.is_open and len(batch.rows) > len(self._running):
             batch = batch.with_live_rows_of()
         self._batch = batch
         if batch is not None:

@@ -20,6 +20,7 @@ from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, block_indice
 from nemo_dllm.collections.diffusion.sampling.config import DELAYED
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, can_join_rows, join_attribute, keeps_places
 from nemo_dllm.collections.diffusion.sampling.noise import RowNoise
+from nemo_dllm.collections.diffusion.sampling.progress import Progress
 from nemo_dllm.collections.diffusion.sampling.run import DenoisingRun
 from nemo_dllm.collections.diffusion.sampling.stopping import Decode, TextEnds
 from nemo_dllm.collections.diffusion.serving.rows import Row
@@ -84,11 +85,13 @@ class RollingBatch:
 
     @property
     def is_open(self) -> bool:
-        """Whether rows may join before the next pass: with an exact cache, only where all have finished a block."""
-        return self.is_elastic and (self._run.config.cache != "exact" or self._run.progress.is_between_blocks)
+        """Whether rows may join and leave before the next pass: with an exact cache when all have finished a block."""
+        if self._run.config.cache == "exact":
+            return self.is_elastic and self._run.progress.is_between_blocks and not self._ahead.has_begun
+        return self.is_elastic
 
     def with_live_rows_of(self, other: "RollingBatch | None" = None) -> "RollingBatch | None":
-        """The batch of the rows that are live, of this one and then of another one, each where it was.
+        """The batch of the live rows of this one, which is open, and then of another one, each where it was.
 
         With a cache rows stay in their places, and those of the other one take free places, as long as the cache's
         memory suits; else all rows are moved. None where no row is live.
@@ -140,7 +143,22 @@ class RollingBatch:
     def _begin_steps(self) -> None:
         # Of the rows, not of the batch: a batch that its steps held would keep its cache until garbage is collected.
         rows = self.rows
-        self._steps: Iterator[DenoiseStep] = self._run.steps(lambda: [not row.is_live for row in rows])
+        self._ahead = _Ahead(self._run.progress)
+        ahead = self._ahead if self._run.config.cache == "exact" else None
+        self._steps: Iterator[DenoiseStep] = self._run.steps(lambda: [not row.is_live for row in rows], ahead)
+
+
+class _Ahead:
+    """Lets a pass begin while the step before is handed out, in the middle of blocks, where rows cannot join."""
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+        # Not to be told later: a row that is given up ends its block.
+        self.has_begun = False
+
+    def __call__(self) -> bool:
+        self.has_begun = not self._progress.is_between_blocks
+        return self.has_begun
 
 
 def alike(rows: Sequence[Row], lengths: Sequence[int], full_pass: int | None) -> list[list[Row]]:
