@@ -101,8 +101,10 @@ def verify_checkpoint(
 
     Raises:
         FileNotFoundError, ValueError: for folders that are no such checkpoints.
-        ValueError: where the two are of different families.
+        ValueError: where the two are of different families, and for a tolerance below 0.
     """
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance={tolerance:g} must be at least 0")
     source, facts = HFCheckpoint(hf_path), read_facts(hf_path)
     rows = _token_rows(source, prompts)
     with single_process():

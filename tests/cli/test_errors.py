@@ -64,7 +64,7 @@ class Case:
 
 
 BLOCKS, WHOLE = str(MODELS / "sdar"), str(MODELS / "a2d_qwen3")
-HERE = str(Path(__file__).parent)
+HERE, EMPTY = str(Path(__file__).parent), os.devnull
 CASES = [
     Case("generate", "max_new_tokens=0 must be at least 1", path=BLOCKS, max_new_tokens=0),
     Case("generate", "steps=0 must be from 1 to max_new_tokens", path=BLOCKS, steps=0),
@@ -87,6 +87,10 @@ CASES = [
     Case("generate", "cache='exact' is for block-causal models", path=WHOLE, cache="exact"),
     Case("generate", f"{HERE} holds no checkpoint", path=HERE),
     Case("generate", "best=True chooses among the checkpoints of a run", path=BLOCKS, best=True),
+    Case("generate", f"output={HERE} is a folder; name a file", path=WHOLE, output=HERE),
+    Case("evaluate", f"data='{EMPTY}' does not exist; name a text file", path=WHOLE, data=EMPTY),
+    Case("generate", f"prompt_file={EMPTY} is empty; write a prompt into it", path=WHOLE, prompt_file=EMPTY),
+    Case("verify", "tolerance=-1 must be at least 0", hf_path=WHOLE, checkpoint=WHOLE, tolerance=-1.0),
     Case("infill", "give text=TEXT or text_file=FILE with <mask>", path=BLOCKS),
     Case("infill", "length=0 must be at least 1", path=BLOCKS, prefix="a", length=0),
     Case("infill", "the text has no <mask>", path=BLOCKS, text="w5"),

@@ -45,7 +45,9 @@ class DocumentSplit(NamedTuple):
     validation: list[Document]
 
 
-def read_text(path: str | Path | Sequence[str | Path], suffixes: Sequence[str] | None = None) -> Corpus:
+def read_text(
+    path: str | Path | Sequence[str | Path], suffixes: Sequence[str] | None = None, field: str = "path"
+) -> Corpus:
     """Read a text file, a folder of text files (recursively), or several of either.
 
     Hidden files and folders (leading dot) inside a folder are not read.
@@ -54,19 +56,20 @@ def read_text(path: str | Path | Sequence[str | Path], suffixes: Sequence[str] |
         path: file, folder, or a sequence of them, read in the given order.
         suffixes: file-name endings to read inside folders, e.g. (".py", ".md"); None reads every file. A file that
             `path` names itself is always read.
+        field: what the user gave `path` as, for errors.
 
     Raises:
         FileNotFoundError: a path does not exist.
         ValueError: nothing readable was found.
     """
     paths = [Path(path)] if isinstance(path, (str, Path)) else [Path(p) for p in path]
-    named_files = [named_file for p in paths for named_file in _list_files(p, suffixes)]
+    named_files = [named_file for p in paths for named_file in _list_files(p, suffixes, field)]
     corpus = _read_files(named_files)
     if not corpus.documents:
         wanted = f" ending in {', '.join(suffixes)}" if suffixes else ""
         raise ValueError(
-            f"path={_show(paths)} holds no UTF-8 text{wanted}; choose a text file, a folder with text files, or other "
-            f"suffixes ({len(corpus.skipped)} files cannot be used)\n{describe_bad_rows(corpus.skipped)}".rstrip()
+            f"{field}={_show(paths)} holds no UTF-8 text{wanted}; choose a text file, a folder with text files, or "
+            f"other suffixes ({len(corpus.skipped)} files cannot be used)\n{describe_bad_rows(corpus.skipped)}".rstrip()
         )
     return corpus
 
@@ -116,12 +119,12 @@ def check_validation_fraction(validation_fraction: float) -> None:
         raise ValueError(f"validation_fraction={validation_fraction} must be between 0 and 1, e.g. 0.05")
 
 
-def _list_files(path: Path, suffixes: Sequence[str] | None) -> list[tuple[str, Path]]:
+def _list_files(path: Path, suffixes: Sequence[str] | None, field: str = "path") -> list[tuple[str, Path]]:
     """(name, file) pairs, sorted by name."""
     if path.is_file():
         return [(path.name, path)]
     if not path.is_dir():
-        raise FileNotFoundError(f"path='{path}' does not exist; name a text file or a folder of text files")
+        raise FileNotFoundError(f"{field}='{path}' does not exist; name a text file or a folder of text files")
     named_files = [(file.relative_to(path).as_posix(), file) for file in visible_files(path) if file.is_file()]
     return sorted((name, file) for name, file in named_files if suffixes is None or name.endswith(tuple(suffixes)))
 

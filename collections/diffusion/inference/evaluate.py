@@ -187,7 +187,7 @@ def evaluate(
     """Evaluate a checkpoint and print the result; see ``cli.sampling`` for the arguments."""
     from nemo_dllm.collections.diffusion.data import read_text
 
-    texts = [document.text for document in read_text(data).documents]
+    texts = [document.text for document in read_text(data, field="data").documents]
     found = evaluate_texts(
         load_checkpoint(path, best=best),
         texts,

@@ -10,10 +10,15 @@ def read_prompts(path: Path) -> list[str]:
     """The prompts of a file: of each line the field ``prompt``, in a file of JSON lines; else the whole text is one.
 
     Raises:
-        ValueError: where a line is no JSON object with a text ``prompt``, or there is none; names the line.
+        ValueError: where a line is no JSON object with a text ``prompt``, or there is none; names the line. And
+            for an empty file.
     """
     text = read_utf8(path)
     if path.suffix != JSON_LINES:
+        if not text:
+            raise ValueError(
+                f"prompt_file={path} is empty; write a prompt into it, or leave it out to start from nothing"
+            )
         return [text]
     prompts = [
         _prompt(line, f"{path}, line {number}") for number, line in enumerate(text.split("\n"), start=1) if line.strip()

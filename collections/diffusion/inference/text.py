@@ -111,6 +111,8 @@ def generate(
         )
     if output is not None and not Path(output).absolute().parent.is_dir():
         raise FileNotFoundError(f"output={output} is in a folder that does not exist; make it first")
+    if output is not None and Path(output).is_dir():
+        raise IsADirectoryError(f"output={output} is a folder; name a file")
     watch = False if stream or in_lines else watch
     session = open_session(path, best=best, preset=preset, settings=settings, watch=watch, replay=replay)
     if in_lines:
