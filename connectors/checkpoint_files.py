@@ -34,6 +34,8 @@ PICKLE_FILE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+# How files begin that a clone without Git LFS has in the place of large ones.
+_LFS_POINTER = b"version https://git-lfs"
 _HOLD = {True: "holds", False: "hold"}
 # Numbers.
 _CHECKED_AT_ONCE = 1 << 24
@@ -166,8 +168,10 @@ class _PickleShard:
 
 
 def _check_readable(file: Path) -> None:
-    """Raise the system's error, which says more than that of a reader who takes everything for damage."""
-    file.open("rb").close()
+    """Raise what says more than a reader who takes everything for damage: the system's error, or what is there."""
+    with file.open("rb") as opened:
+        if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ValueError(f"{file} only points to the weights, which Git LFS has; fetch them with `git lfs pull`")
 
 
 def _open_shard(file: Path) -> _SafetensorsShard | _PickleShard:

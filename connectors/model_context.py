@@ -57,7 +57,9 @@ def load_model_context(nemo_path: Path) -> DiffusionModel:
     refuse_unfinished(nemo_path)
     if not (nemo_path / "context").is_dir():
         if (nemo_path / CONFIG_FILE).is_file():
-            raise ValueError(f"{nemo_path} is a Hugging Face checkpoint; import it first (llm.import_ckpt)")
+            raise ValueError(
+                f"{nemo_path} is a Hugging Face checkpoint; import it first (nemo-dllm import, llm.import_ckpt)"
+            )
         raise FileNotFoundError(f"{nemo_path} is no NeMo checkpoint: it has no folder 'context'")
     import fiddle as fdl
 

@@ -91,6 +91,12 @@ def test_names_a_truncated_file(sharded, keep):
         HFCheckpoint(sharded)
 
 
+def test_names_a_file_that_git_lfs_has_to_fetch(sharded):
+    (sharded / SHARDS[1]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ValueError, match=f"{SHARDS[1]} only points to the weights, .* `git lfs pull`"):
+        HFCheckpoint(sharded)
+
+
 @pytest.mark.parametrize("all_named", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_names_the_tensors_that_are_not_finite(make_twin, value, all_named):
