@@ -103,7 +103,9 @@ class QuietRun(api.RunContext):
                 hint = f"; did you mean --factory {argument}?" if name_of(argument) in RECIPES else ""
                 raise ValueError(f"{argument} is neither an option of nemo llm {fn.__name__} nor FIELD=VALUE{hint}")
         args = [with_empty_text(argument) for argument in args]
-        if self.yaml and not self.factory and Path(self.yaml).is_file() and is_saved_recipe(self.yaml):
+        if self.yaml and not Path(self.yaml).is_file():
+            raise ValueError(f"--yaml {self.yaml} is no file that is there; name a file of fields of a recipe")
+        if self.yaml and not self.factory and is_saved_recipe(self.yaml):
             self.factory, self.yaml = f"saved(path='{self.yaml}')", None
         if not self.factory and not self.yaml:
             raise ValueError("no recipe is named; add --factory NAME (`nemo-dllm recipes` lists them) or --yaml FILE")
@@ -113,6 +115,9 @@ class QuietRun(api.RunContext):
         except CLIException as error:
             raise ValueError(f"--factory {factory}: {_explain(error, _parameters_of_recipe(factory))}") from error
         except ValueError as error:
+            if str(error).startswith("Invalid factory format"):
+                message = f"--factory {factory} cannot be read; write NAME or 'NAME(argument=value)', in quotes"
+                raise ValueError(message) from error
             if "No matching factory" not in str(error):
                 raise
             raise ValueError(_no_such_recipe(factory, fn.__name__)) from error
@@ -199,7 +204,7 @@ def _explain(error: CLIException, recipe: run.Partial | dict) -> str:
     """
     if isinstance(error, ParseError) and isinstance(error.reason, dict):
         key, value, expected = (error.reason[name] for name in ("key", "value", "expected_type"))
-        return f"{key}={value} cannot be read as {' or '.join(_kinds(expected))}"
+        return f"{key}={value} cannot be read as {' or '.join(dict.fromkeys(_kinds(expected)))}"
     key = error.context.get("key", error.arg)
     *parents, field = key.split(".")
     owner = recipe

@@ -19,9 +19,23 @@ COMMANDS = {"pretrain": llm.pretrain, "finetune": llm.finetune}
 
 
 def is_saved_recipe(path: str | Path) -> bool:
-    """Whether a YAML file holds a whole recipe, not fields of one."""
-    content = yaml.safe_load(Path(path).read_text())
-    return isinstance(content, dict) and TARGET in content
+    """Whether a YAML file holds a whole recipe, not fields of one; errors as :func:`read_fields`."""
+    return TARGET in read_fields(path)
+
+
+def read_fields(path: str | Path) -> dict[str, Any]:
+    """What a YAML file sets.
+
+    Raises:
+        ValueError: it is no YAML, or sets nothing.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} sets no field; write FIELD: VALUE, and run: {{factory: NAME}} for the recipe")
+    return content
 
 
 def read_recipe(path: str | Path, command: str) -> run.Partial:
@@ -37,7 +51,7 @@ def read_recipe(path: str | Path, command: str) -> run.Partial:
     """
     if not is_saved_recipe(path):
         raise ValueError(f"{path} holds no whole recipe; write it with --to-yaml")
-    recipe = _build(yaml.safe_load(Path(path).read_text()))
+    recipe = _build(read_fields(path))
     if recipe.__fn_or_cls__.__name__ != command:
         raise ValueError(f"{path} holds a recipe of `{recipe.__fn_or_cls__.__name__}`, not of `{command}`")
     return recipe

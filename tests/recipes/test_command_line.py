@@ -48,7 +48,8 @@ TINY = ("--factory", "mdlm_tiny")
         ((*TINY, "trainer.max_steps="), "trainer.max_steps='' cannot be read as int"),
         ((*TINY, "steps"), "steps is neither an option of nemo llm pretrain nor FIELD=VALUE"),
         (("mdlm_tiny",), "mdlm_tiny is neither an option of nemo llm pretrain nor FIELD=VALUE; did you mean --factory"),
-        (("--yaml", "absent.yaml"), "absent.yaml"),
+        (("--factory", "mdlm_tiny(path=x"), "--factory mdlm_tiny(path=x cannot be read; write NAME or"),
+        (("--yaml", "absent.yaml"), "--yaml absent.yaml is no file that is there; name a file"),
     ],
 )
 def test_errors_are_one_line_with_a_way_out(pretrain, arguments, message):
@@ -71,6 +72,22 @@ def test_errors_in_a_yaml_file(pretrain, tmp_path):
     file.write_text("run: {factory: mdlm_tiny}\ntrainer: {max_stepz: 2}\n")
     with pytest.raises(ValueError, match="trainer.max_stepz is unknown; did you mean trainer.max_steps"):
         pretrain("--yaml", str(file))
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("", "recipe.yaml sets no field; write FIELD: VALUE, and run: {factory: NAME}"),
+        ("mdlm_tiny", "recipe.yaml sets no field"),
+        ("run: {factory: mdlm_tiny", "recipe.yaml is no YAML: "),
+    ],
+)
+def test_a_file_that_sets_nothing(pretrain, tmp_path, content, message):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        pretrain("--yaml", str(file))
+    assert "\n" not in str(caught.value)
 
 
 def test_what_the_user_asks_to_see_is_shown(pretrain, capsys):
