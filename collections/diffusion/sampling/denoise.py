@@ -58,15 +58,7 @@ def denoise(
     Raises:
         ValueError: shapes or dtypes disagree, an id is outside the vocabulary, or the model does not fit the cache.
     """
-    if holes_BT.dtype != torch.bool or holes_BT.shape != canvas_BT.shape or canvas_BT.ndim != 2:
-        raise ValueError(
-            f"holes_BT is {holes_BT.dtype} {list(holes_BT.shape)} for canvas_BT of shape {list(canvas_BT.shape)}; "
-            "give both as [rows, positions] and holes_BT as bool"
-        )
-    if key_mask_BT is not None and (holes_BT & ~key_mask_BT).any():
-        raise ValueError(
-            "holes_BT holds positions that key_mask_BT hides, so no prediction could see them; hide padding only"
-        )
+    _check_canvas(canvas_BT, holes_BT, key_mask_BT)
     if row_ids is None:
         row_ids = range(len(canvas_BT)) if seeds is None else [0] * len(canvas_BT)
     _check_per_row("row_ids", row_ids, len(canvas_BT))
@@ -83,6 +75,18 @@ def denoise(
     canvas = Canvas(holes_BT, blocks_BT, keys_BT, padded=key_mask_BT is not None)
     run = DenoisingRun(model, canvas_BT, canvas, mask_token_id, config, noise, ends, device)
     return run.steps(abandoned, ahead=lambda: abandoned is None)
+
+
+def _check_canvas(canvas_BT: Tensor, holes_BT: Tensor, key_mask_BT: Tensor | None) -> None:
+    if holes_BT.dtype != torch.bool or holes_BT.shape != canvas_BT.shape or canvas_BT.ndim != 2:
+        raise ValueError(
+            f"holes_BT is {holes_BT.dtype} {list(holes_BT.shape)} for canvas_BT of shape {list(canvas_BT.shape)}; "
+            "give both as [rows, positions] and holes_BT as bool"
+        )
+    if key_mask_BT is not None and (holes_BT & ~key_mask_BT).any():
+        raise ValueError(
+            "holes_BT holds positions that key_mask_BT hides, so no prediction could see them; hide padding only"
+        )
 
 
 def _check_per_row(name: str, values: Sequence[int], rows: int) -> None:
