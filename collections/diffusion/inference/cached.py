@@ -28,7 +28,6 @@ RECORDED_LENGTHS = 64
 FULL_PASS = 256
 """Tokens of a pass that keep a GPU busy: with fewer it reads the weights for longer than it computes."""
 
-
 See = Callable[[KVCache, CacheWindow], CachedKeys]
 """How the layers of a pass see a cache."""
 
@@ -71,8 +70,7 @@ class MegatronDenoiser:
     @property
     def full_pass(self) -> int:
         """See ``CachedDenoiser``; passes that are not recorded take the time of launching them, however small."""
-        recorded = self._records and next(self.core.parameters()).device.type == "cuda"
-        return FULL_PASS if recorded else RECORDED_AT_ONCE
+        return FULL_PASS if self._records and next(self.core.parameters()).is_cuda else RECORDED_AT_ONCE
 
     @torch.no_grad()
     def __call__(self, tokens_BT: Tensor, *, key_mask_BT: Tensor | None = None) -> Tensor:
