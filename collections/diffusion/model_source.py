@@ -12,6 +12,8 @@ HUB = "hf://"
 KEPT_FOLDER = "start"
 """Of what a run keeps of the model that it started from, in the run's folder."""
 
+# In the folder of a Hugging Face and of a NeMo checkpoint.
+_OF_MODELS = ("config.json", "context")
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 # Some old ones have no owner.
 _ON_THE_HUB = re.compile(rf"{_REPOSITORY.pattern}|\w[\w.-]*")
@@ -26,12 +28,15 @@ def source_path(source: str | Path, field: str = "source") -> Path:
         field: what the user gave it as, for errors.
 
     Raises:
-        FileNotFoundError: where it is neither; nobody is asked for what is no name of a repository.
+        FileNotFoundError: where it is neither; nobody is asked for what is no name of a repository. And where the
+            folder holds no model, as that of a run, which holds several.
         NotADirectoryError: where it is a file.
     """
     text = str(source)
     path = Path(text.removeprefix(HUB))
     if text.removeprefix(HUB) and path.is_dir():
+        if not any((path / name).exists() for name in _OF_MODELS):
+            raise FileNotFoundError(_without_model(path, f"{field}={text}"))
         return path
     if path.is_file():
         raise NotADirectoryError(f"{field}={text} is a file; name the folder that it lies in")
@@ -41,6 +46,16 @@ def source_path(source: str | Path, field: str = "source") -> Path:
     guess = f"did you mean {path.parent / near[0]}, or " if near else "name one that is there, or "
     raise FileNotFoundError(
         f"{field}={text} is no folder that is there; {guess}a model of the Hugging Face Hub, as OWNER/NAME or {HUB}NAME"
+    )
+
+
+def _without_model(folder: Path, named: str) -> str:
+    checkpoints = folder / "checkpoints"
+    if checkpoints.is_dir():
+        return f"{named} is the folder of a run; name one of its checkpoints, in {checkpoints}"
+    return (
+        f"{named} holds no model; name the folder of a Hugging Face checkpoint (with `config.json`) or of a NeMo "
+        "checkpoint (with `context` and `weights`)"
     )
 
 

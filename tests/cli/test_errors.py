@@ -88,7 +88,7 @@ CASES = [
     Case("generate", f"{HERE} holds no checkpoint", path=HERE),
     Case("generate", "best=True chooses among the checkpoints of a run", path=BLOCKS, best=True),
     Case("generate", f"output={HERE} is a folder; name a file", path=WHOLE, output=HERE),
-    Case("evaluate", f"data='{EMPTY}' does not exist; name a text file", path=WHOLE, data=EMPTY),
+    Case("evaluate", f"='{EMPTY}' does not exist; name a text file", path=WHOLE, data=EMPTY),
     Case("generate", f"prompt_file={EMPTY} is empty; write a prompt into it", path=WHOLE, prompt_file=EMPTY),
     Case("verify", "tolerance=-1 must be at least 0", hf_path=WHOLE, checkpoint=WHOLE, tolerance=-1.0),
     Case("infill", "give text=TEXT or text_file=FILE with <mask>", path=BLOCKS),

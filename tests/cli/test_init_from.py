@@ -29,7 +29,7 @@ def here(tmp_path, monkeypatch):
     ],
 )
 def test_a_folder_that_is_not_there_is_told(here, arguments):
-    (here / "imported").mkdir()
+    (here / "imported" / "context").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match=r"^init_from=nosuch is no folder that is there; "):
         check_init_from(arguments)
 
@@ -49,7 +49,7 @@ def test_a_folder_that_is_not_there_is_told(here, arguments):
     ],
 )
 def test_what_may_be_there_is_left_to_the_training(here, arguments):
-    (here / "imported").mkdir()
+    (here / "imported" / "context").mkdir(parents=True)
     check_init_from(arguments)
 
 

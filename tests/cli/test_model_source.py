@@ -11,6 +11,8 @@ from nemo_dllm.collections.diffusion.model_source import source_path
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "imported").mkdir(parents=True)
+    for folder in ("models", "models/imported"):
+        (tmp_path / folder / "config.json").touch()
     (tmp_path / "models" / "model.gguf").touch()
     return tmp_path
 
@@ -50,3 +52,15 @@ def test_a_file_is_no_folder():
         NotADirectoryError, match="^source=models/model.gguf is a file; name the folder that it lies in"
     ):
         source_path("models/model.gguf")
+
+
+def test_a_folder_without_a_model_is_told(here):
+    (here / "texts").mkdir()
+    with pytest.raises(FileNotFoundError, match="^init_from=texts holds no model; name the folder of a Hugging Face"):
+        source_path("texts", "init_from")
+    (here / "runs" / "mine" / "checkpoints").mkdir(parents=True)
+    said = "^source=runs/mine is the folder of a run; name one of its checkpoints, in runs/mine/checkpoints$"
+    with pytest.raises(FileNotFoundError, match=said):
+        source_path("runs/mine")
+    (here / "texts" / "context").mkdir()
+    assert source_path("texts") == Path("texts")
