@@ -1,6 +1,5 @@
 """Lightning data modules for NeMo's Megatron strategy: text for pretraining, and mock data."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from nemo_dllm.collections.diffusion.data.text import (
     split_documents,
     standard_library_sources,
 )
-from nemo_dllm.collections.diffusion.data.tokenizer import cached_byte_bpe
+from nemo_dllm.collections.diffusion.data.tokenizer import cached_byte_bpe, load_nemo_tokenizer
 
 __all__ = ["DiffusionDataModule", "MockDataModule", "MockTokenizer", "TextDataModule"]
 
@@ -94,11 +93,7 @@ class TextDataModule(DiffusionDataModule):
         """NeMo's wrapper of the Hugging Face tokenizer; loaded, and if need be trained, on first use."""
         if not isinstance(self._tokenizer, AutoTokenizer):
             folder = self._tokenizer or cached_byte_bpe(self._split_texts()[0], self.vocab_size, self.cache_dir)
-            if _is_local(folder) and not Path(folder).is_dir():
-                raise FileNotFoundError(
-                    f"tokenizer='{folder}' does not exist; name a folder with tokenizer.json, or None to train one"
-                )
-            self._tokenizer = AutoTokenizer(str(folder))
+            self._tokenizer = load_nemo_tokenizer(folder)
         return self._tokenizer
 
     @tokenizer.setter
@@ -176,8 +171,3 @@ class TextDataModule(DiffusionDataModule):
             split = split_documents(corpus.documents, self.validation_fraction)
             self._texts = tuple([document.text for document in documents] for documents in split)
         return self._texts
-
-
-def _is_local(name: str | Path) -> bool:
-    """Whether the name can only be a path, not a name on the Hugging Face hub."""
-    return isinstance(name, Path) or name.startswith((os.sep, ".", "~"))

@@ -23,6 +23,9 @@ MASK_TOKEN = "<|mask|>"
 
 NUM_BYTES = 256
 
+# Letters of what transformers says, which lists all its models at times.
+MAX_REASON = 120
+
 
 def train_byte_bpe(
     texts: Iterable[str], vocab_size: int, folder: str | Path, additional_special_tokens: Sequence[str] = ()
@@ -108,6 +111,11 @@ def _told_in_one_line(tokenizer: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
+        if Path(tokenizer).is_dir():
+            raise FileNotFoundError(
+                f"tokenizer='{tokenizer}' is a folder without a tokenizer that can be read; name one with "
+                f"tokenizer.json ({str(error).splitlines()[0][:MAX_REASON]})"
+            ) from error
         raise FileNotFoundError(
             f"tokenizer='{tokenizer}' is neither a folder with tokenizer.json nor could it be fetched from the Hugging "
             f"Face Hub ({str(error).splitlines()[0]})"
