@@ -110,6 +110,8 @@ def test_blocks_with_a_cache(both, rows):
         assert torch.equal(caches[0].held_BS[:rows, :40], caches[1].held_BS[:, :40])
     assert sorted(kind for kind, _ in caches[0].passes.names) == ["commit", "denoise"]
     assert both[1]._recorded is None
+    # Small passes are worth making where they are recorded.
+    assert both[0].full_pass < both[1].full_pass
 
 
 @pytest.mark.parametrize(

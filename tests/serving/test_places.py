@@ -147,6 +147,16 @@ def test_passes_begin_before_the_last_step_is_handed_out_where_nobody_can_join(m
     assert begun == [3, 4, 5, 5, 8, 9, 10, 10]
 
 
+def test_a_batch_whose_rows_are_all_given_up_ends(batch_of):
+    row = row_of(4)
+    batch = batch_of(row)
+    batch.step()
+    row.abandoned = True
+    # Of the pass that has begun.
+    assert batch.step() is not None and not batch.is_open
+    assert batch.step() is None and batch.is_open and batch.with_live_rows_of() is None
+
+
 def test_a_row_whose_pass_has_begun_is_not_joined_when_the_one_it_waited_for_is_given_up(kit, model, batch_of):
     """The numbers that it has drawn for that pass would be lost."""
     gone, waits = row_of(4, 12, seed=1, temperature=1.0), row_of(7, 9, seed=2, temperature=1.0)

@@ -71,7 +71,9 @@ class RollingBatch:
         """One forward pass, whose rows are ``rows``; None where no row is live any more."""
         for row in self.rows:
             row.passes += row.is_live
-        return next(self._steps, None)
+        step = next(self._steps, None)
+        self._ahead.has_begun &= step is not None
+        return step
 
     @property
     def begins_with_all(self) -> bool:
