@@ -7,7 +7,6 @@ cache that had the memory then. See ``test_recorded_cuda`` for real ones.
 import gc
 import random
 import weakref
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import CellType, FunctionType
@@ -45,7 +44,7 @@ class Reruns:
     """Takes the place of ``Recorder``."""
 
     def __init__(self):
-        self.works, self.seen = True, Counter()
+        self.works, self.seen = True, {}
         self.recorded = self.replayed = 0
 
     def record(self, run, inputs):
@@ -195,6 +194,17 @@ def test_passes_that_come_once_in_a_text_are_not_recorded(both, loaded, monkeypa
         before = model.reruns.recorded
         generate(model, PROMPTS[:1], config, mask_token_id=loaded.mask_token_id)
     assert model.reruns.recorded == before and len(model.reruns.seen) > 20
+
+
+def test_shapes_that_came_long_ago_are_not_counted_for_ever(monkeypatch):
+    from nemo_dllm.collections.diffusion.inference import recorded
+
+    monkeypatch.setattr(recorded, "COUNTED", 3)
+    recorder = Reruns()
+    passes = recorded.RecordedPasses(recorder)
+    for length in (1, 2, 3, 1, 4):
+        passes("double", lambda tensor: 2 * tensor, lambda tensor: 2 * tensor, torch.ones(length))
+    assert [(key[1][0], count) for key, count in recorder.seen.items()] == [((3,), 1), ((1,), 2), ((4,), 1)]
 
 
 def test_a_cache_whose_first_pass_failed(both, loaded):

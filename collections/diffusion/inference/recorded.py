@@ -6,7 +6,6 @@ them; a graph is launched at once.
 
 import gc
 import logging
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -16,6 +15,9 @@ from torch import Tensor
 LOGGER = logging.getLogger(__name__)
 KEPT = 8
 """Graphs of one :class:`RecordedPasses`, at most; each holds its output, and all share what they need on the way."""
+
+COUNTED = 4_096
+"""Shapes of passes that a :class:`Recorder` counts, at most: the latest."""
 
 Run = Callable[..., Tensor]
 """From tensors to a tensor, all on one GPU."""
@@ -30,7 +32,8 @@ class Recorder:
 
     def __init__(self, device: torch.device):
         self.works = True
-        self.seen: Counter[Hashable] = Counter()
+        # The last one is the one that came last.
+        self.seen: dict[Hashable, int] = {}
         self._device = device
         # Memory is shared by graphs that were recorded on one stream, and are never replayed at the same time.
         with torch.cuda.device(device):
@@ -159,8 +162,10 @@ class RecordedPasses:
         key = (name, *((tensor.shape, tensor.dtype) for tensor in inputs))
         came_lately = key in self._graphs
         graph = self._graphs.pop(key, None)
-        seen = self._recorder.seen[key]
-        self._recorder.seen[key] += 1
+        seen = self._recorder.seen.pop(key, 0)
+        self._recorder.seen[key] = seen + 1
+        if len(self._recorder.seen) > COUNTED:
+            del self._recorder.seen[next(iter(self._recorder.seen))]
         if graph is None and came_lately and seen >= 2 and self._recorder.works:
             graph = self._recorder.record(recordable, inputs)
         self._graphs[key] = graph
