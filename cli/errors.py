@@ -19,7 +19,7 @@ with the first that fails."""
 
 _OF_DISKS = frozenset(getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG"))
 _OF_PLACES = frozenset(
-    getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "ENOTDIR", "EISDIR", "ENAMETOOLONG")
+    getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "ENOTDIR", "EISDIR", "EEXIST", "ENAMETOOLONG")
 )
 """What the system says of a place that cannot be written, whoever wanted to; it must be named."""
 

@@ -44,6 +44,7 @@ def test_a_place_without_a_name_keeps_its_traceback():
     "number, filename, shown",
     [
         (errno.EACCES, "runs/a b", "runs/a b: Permission denied"),
+        (errno.EEXIST, "runs/mine", "runs/mine: File exists"),
         (errno.ENOSPC, None, "No space left on device"),
         (errno.EFBIG, "x", "x: File too large"),
     ],
