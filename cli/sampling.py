@@ -74,10 +74,12 @@ class Command:
         Raises:
             FileNotFoundError, NotADirectoryError, ValueError: where the path is of no checkpoint, see
                 ``checkpoint_kind``.
+            FileNotFoundError, IsADirectoryError: where an option names a file that is not there, or a folder.
             ValueError: for options that exclude each other, and sampler settings that no checkpoint can mend.
         """
         check_alternatives(self, given)
         check_checkpoint(given["path"], best=given.get("best", False))
+        self._check_files(given)
         of_sampler = {option.name for option in self.options if option.of_sampler}
         settings = {name: value for name, value in given.items() if name in of_sampler}
         if settings or given.get("preset"):
@@ -86,6 +88,16 @@ class Command:
         if self.samples:
             arguments["settings"] = settings
         getattr(load(f"nemo_dllm.{self.module}"), self.name)(**arguments)
+
+    def _check_files(self, given: Mapping[str, Any]) -> None:
+        for option in self.own:
+            value = given.get(option.name)
+            if not option.exists or option.default is REQUIRED or value is None:
+                continue
+            if Path(value).is_dir():
+                raise IsADirectoryError(f"{option.name}={value} is a folder; name a file")
+            if not Path(value).exists():
+                raise FileNotFoundError(f"{option.name}={value} does not exist; name a file that is there")
 
 
 def check_checkpoint(path: str | Path, *, best: bool = False) -> None:

@@ -74,6 +74,19 @@ def test_settings_are_checked_before_anything_is_loaded():
         run(top_k=0, cache="exact", steps_per_block=4, stop_strings=["a"])
 
 
+@pytest.mark.parametrize(
+    "error, value, message",
+    [
+        (FileNotFoundError, "nosuch.txt", "prompt_file=nosuch.txt does not exist; name a file that is there"),
+        (IsADirectoryError, MODEL, f"prompt_file={MODEL} is a folder; name a file"),
+    ],
+)
+def test_files_are_looked_for_before_anything_is_loaded(error, value, message):
+    (generate,) = (command for command in COMMANDS if command.name == "generate")
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        generate.run({"path": MODEL, "prompt_file": value}, lambda _: pytest.fail("loaded"))
+
+
 def test_the_steps_of_infilling_are_not_those_of_a_continuation():
     (infill,) = (command for command in COMMANDS if command.name == "infill")
     ran = []
