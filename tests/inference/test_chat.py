@@ -87,7 +87,8 @@ def test_the_command_talks_line_by_line(single_process, template_file, tmp_path,
     printed = capsys.readouterr()
     first, second = printed.out.splitlines()
     assert first == second
-    assert printed.err.startswith("error: the conversation") and printed.err.count("\n") == 1
+    error, written = printed.err.splitlines()
+    assert error.startswith("error: the conversation") and written == f"replay: {replay}"
     page = replay.read_text()
     # Answers alone are shown, under what was asked.
     assert page.count('"title": "w5"') == 8 and "w1 w5" not in page
