@@ -1,7 +1,10 @@
+import weakref
+
 import pytest
 import torch
 
 from nemo_dllm.collections.diffusion.sampling import SamplerConfig, denoise
+from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES, confidence
 
 M = 9
 
@@ -194,3 +197,39 @@ def test_holes_at_padding_are_refused(table_model):
     key_mask_BT = torch.tensor([[True, True, False]])
     with pytest.raises(ValueError, match="holes_BT holds positions that key_mask_BT hides"):
         denoise(table_model({}), torch.zeros(1, 3, dtype=torch.int64), holes_BT, M, SamplerConfig(), key_mask_BT)
+
+
+def test_a_step_is_handed_out_before_the_error_of_the_pass_after_it(table_model):
+    class Failing(table_model):
+        def __call__(self, tokens_BT, *, key_mask_BT):
+            if len(self.seen) == 2:
+                raise RuntimeError("the third pass")
+            return super().__call__(tokens_BT, key_mask_BT=key_mask_BT)
+
+    canvas_BT = torch.zeros(1, 4, dtype=torch.int64)
+    steps = denoise(Failing({i: {i: 0.9} for i in range(4)}), canvas_BT, canvas_BT == 0, M, SamplerConfig(4))
+    assert [next(steps).tokens_BT.tolist() for _ in range(2)] == [[[0, M, M, M]], [[0, 1, M, M]]]
+    with pytest.raises(RuntimeError, match="the third pass"):
+        next(steps)
+    assert next(steps, None) is None
+
+
+@pytest.mark.parametrize("abandoned", [None, lambda: [False]], ids=["ahead", "in turn"])
+def test_what_a_pass_has_predicted_is_gone_before_the_next(table_model, monkeypatch, abandoned):
+    """With numbers for the whole vocabulary it may be most of the memory that is left beside a model."""
+    found, left = [], []
+
+    class Noting(table_model):
+        def __call__(self, tokens_BT, *, key_mask_BT):
+            left.append([predictions for predictions in found if predictions() is not None])
+            return super().__call__(tokens_BT, key_mask_BT=key_mask_BT)
+
+    def noting(predictions):
+        found.append(weakref.ref(predictions))
+        return confidence(predictions)
+
+    monkeypatch.setitem(REMASKING_POLICIES, "noting", noting)
+    model, canvas_BT = Noting({i: {i: 0.9} for i in range(4)}), torch.zeros(1, 4, dtype=torch.int64)
+    config = SamplerConfig(4, remasking="noting")
+    steps = list(denoise(model, canvas_BT, canvas_BT == 0, M, config, abandoned=abandoned))
+    assert len(steps) == len(found) == 4 and left == [[]] * 4

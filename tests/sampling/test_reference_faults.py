@@ -32,6 +32,18 @@ def test_mask_tokens_of_a_prompt_are_text(tiny_decoder):
     assert MASK not in result.completions[0] and len(result.completions[0]) == 6 == result.steps
 
 
+def test_mask_tokens_of_a_prompt_that_compete_are_not_among_what_is_committed(tiny_decoder):
+    prompt = case("mask_in_prompt")["inputs"][0]
+    quirks = ReferenceQuirks(stray_masks_compete=True)
+    config = SamplerConfig(6, steps=6, block_size=6, quirks=quirks)
+    steps = list(generate_stream(tiny_decoder("a2d_qwen3"), [prompt], config, mask_token_id=MASK))
+    assert MASK not in steps[-1].tokens_BT[0, : len(prompt)].tolist()
+    before_BT = torch.arange(len(prompt) + 6)[None] >= len(prompt)
+    for step in steps:
+        assert torch.equal(step.committed_BT, before_BT & ~step.holes_BT)
+        before_BT = step.holes_BT
+
+
 @pytest.mark.parametrize("kind", ["mdlm", "bd3lm"])
 def test_the_mask_token_is_never_an_answer(tiny_decoder, kind):
     recorded = case("predicts_mask", kind)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -129,3 +130,12 @@ def places_by_row(chosen_BT: Tensor) -> list[list[int]]:
     places = chosen_BT.flatten().nonzero()[:, 0].tolist()
     bounds = [bisect_left(places, row * width) for row in range(rows + 1)]
     return [places[start:end] for start, end in pairwise(bounds)]
+
+
+def before_hole(holes_BT: Tensor) -> Tensor:
+    """Positions before the first hole of their row, bool [B, T]; holes_BT is on the CPU."""
+    holes_BT = holes_BT.numpy()
+    first_B = holes_BT.argmax(axis=1)
+    # In a row without holes that is 0 as well.
+    first_B[~holes_BT[numpy.arange(len(first_B)), first_B]] = holes_BT.shape[1]
+    return torch.from_numpy(numpy.arange(holes_BT.shape[1]) < first_B[:, None])

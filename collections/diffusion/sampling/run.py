@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, gather_window, on_device, places_by_row
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, before_hole, gather_window, on_device, places_by_row
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, join_attribute, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
@@ -113,9 +113,15 @@ class DenoisingRun:
         while launched is not None:
             step += 1
             change = self._finish(launched)
+            # Its logits would lie beside the next ones.
+            del launched
             is_ahead = ahead is not None and ahead()
-            if is_ahead:
-                launched = self._launch(abandoned)
+            try:
+                launched = self._launch(abandoned) if is_ahead else None
+            except Exception:
+                # Of another pass: what this one has found comes first.
+                yield self._seen(step, change)
+                raise
             yield self._seen(step, change)
             if not is_ahead:
                 launched = self._launch(abandoned)
@@ -140,8 +146,7 @@ class DenoisingRun:
         edited = self._edited(judged, scored) if self._edits_tokens else []
         # The mask token is chosen with a quirk only, and fills nothing.
         filled = [n for n in chosen if judged.tokens[n] != self.mask_token_id]
-        committed = scored.at(filled)
-        self._fill(committed, [judged.tokens[n] for n in filled])
+        committed = self._fill(scored.at(filled), [judged.tokens[n] for n in filled])
         if edited:
             _put(self.tokens_BT, scored.at(edited), [judged.tokens[n] for n in edited])
         finished = self._advance(scored.at(edited))
@@ -154,16 +159,19 @@ class DenoisingRun:
                 unsettled_BT = unsettled_BT & ~torch.tensor(ended)[:, None]
         return Change(committed, scored.at(edited), unsettled_BT)
 
-    def _fill(self, places: list[int], tokens: list[int]) -> None:
-        """Write tokens to holes of the blocks at hand."""
+    def _fill(self, places: list[int], tokens: list[int]) -> list[int]:
+        """Write tokens to candidates; returns those that were holes, which with a quirk not all of them are."""
         _put(self.tokens_BT, places, tokens)
-        _put(self.holes_BT, places, False)
+        holes = self.holes_BT.numpy().reshape(-1)
+        were_holes = [place for place in places if holes[place]]
+        holes[places] = False
         if not self._end_ids.isdisjoint(tokens):
             for place in (place for place, token in zip(places, tokens, strict=True) if token in self._end_ids):
                 row = place // self.tokens_BT.shape[1]
                 self._end_of[row] = min(place, self._end_of.get(row, place))
         filled = set(places)
         self._open = [[place for place in row if place not in filled] for row in self._open]
+        return were_holes
 
     def _advance(self, edited: list[int]) -> list[bool]:
         """Count the pass; returns per row whether it has finished its block."""
@@ -255,7 +263,7 @@ class DenoisingRun:
 
     def _settled(self, unsettled_BT: Tensor | None) -> Tensor:
         """Generated tokens with no hole before them, but for some, bool [B, T]."""
-        settled_BT = self.canvas.holes_BT & _before_holes(self.holes_BT)
+        settled_BT = self.canvas.holes_BT & before_hole(self.holes_BT)
         return settled_BT if unsettled_BT is None else settled_BT & ~unsettled_BT
 
     def _ended(self, unsettled_BT: Tensor | None) -> list[bool]:
@@ -278,15 +286,6 @@ class DenoisingRun:
         _put(self.tokens_BT, places, self.config.end_token_ids[0])
         _put(self.holes_BT, places, False)
         return places
-
-
-def _before_holes(holes_BT: Tensor) -> Tensor:
-    """Positions with no hole up to them, bool."""
-    holes_BT = holes_BT.numpy()
-    first_B = holes_BT.argmax(axis=1)
-    # In a row without holes that is 0 as well.
-    first_B[~holes_BT[numpy.arange(len(first_B)), first_B]] = holes_BT.shape[1]
-    return torch.from_numpy(numpy.arange(holes_BT.shape[1]) < first_B[:, None])
 
 
 def _put(canvas_BT: Tensor, places: list[int], values: Any) -> Tensor:
