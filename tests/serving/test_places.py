@@ -263,3 +263,27 @@ def test_a_prompt_that_breaks_the_model_leaves_rows_that_run_alone(kit, model):
         config = SamplerConfig(**EXACT, max_new_tokens=rows[seed].hole_count)
         alone = generate(model, [[65] * 6], config, mask_token_id=kit.MASK, seeds=[seed])
         assert updates[seed][-1].tokens == alone.completions[0].tolist()
+
+
+def test_what_a_step_has_found_is_delivered_before_the_pass_that_began_after_it_fails(kit, model):
+    forward, updates, broken = model._forward, {}, []
+
+    def breaks(tokens_BL, *rest):
+        # The last pass of a block, in which the short row has nothing to do.
+        broken.append((tokens_BL[-1] == kit.MASK).sum() == 1)
+        if any(broken):
+            raise RuntimeError("the model broke for good")
+        return forward(tokens_BL, *rest)
+
+    model._forward = breaks
+    rows = [row_of(4, length, seed=length, deliver=updates.setdefault(length, []).append) for length in (3, 4)]
+    engine = BatchingEngine(model, mask_token_id=kit.MASK, device="cpu", decode=str, limits=ServerLimits())
+    engine.submit(rows)
+    engine.start()
+    try:
+        kit.until(lambda: all(row.done for row in rows))
+    finally:
+        engine.close()
+    (short,), (long,) = updates.values()
+    assert (len(short.tokens), short.finish_reason, short.error) == (3, "length", None)
+    assert "for good" in str(long.error)
