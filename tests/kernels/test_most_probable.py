@@ -51,6 +51,22 @@ def test_as_torch_finds_them(where, rows, vocabulary, forbidden):
     assert torch.equal(logits_NV, given)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_logits_whose_neighbours_lie_apart(where, rows):
+    logits_VN = torch.randn(4_100, rows, generator=torch.Generator().manual_seed(1)).to(*where)
+    for logits_NV in (logits_VN.T, logits_VN.repeat_interleave(2, dim=0)[::2].T):
+        tokens_N, _ = most_probable(logits_NV)
+        assert torch.equal(tokens_N, logits_NV.float().argmax(dim=-1))
+
+
+@pytest.mark.gpu
+def test_more_rows_than_most_sizes_of_a_grid_may_have():
+    logits_NV = torch.zeros(70_000, 5, device="cuda")
+    logits_NV[:, 2], logits_NV[-1, 3] = 1.0, 2.0
+    tokens_N, _ = most_probable(logits_NV)
+    assert (tokens_N[:-1] == 2).all() and tokens_N[-1] == 3
+
+
 def test_the_lowest_of_equals_whatever_part_it_is_in(where):
     logits_NV = torch.zeros(3, 10_000)
     logits_NV[0, [9_000, 4_500, 4_501]] = 2.0

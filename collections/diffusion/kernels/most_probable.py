@@ -18,19 +18,22 @@ def most_probable(logits_NV: Tensor, forbidden_V: Tensor | None = None) -> tuple
     An infinite logit counts as the largest finite number of fp32.
 
     Args:
-        logits_NV: bf16, fp16 or fp32; neighbours in the vocabulary are neighbours in memory.
+        logits_NV: of any floating dtype; where neighbours in the vocabulary are none in memory it is copied first.
         forbidden_V: bool, tokens that have probability 0; None is none.
 
     Returns:
         int64 [N], and fp32 [N] that is NaN where a logit is, and where no token is left.
     """
+    if logits_NV.stride(1) != 1:
+        logits_NV = logits_NV.contiguous()
     rows, columns = logits_NV.shape
     parts = triton.cdiv(columns, _COLUMNS)
     largest, total = torch.empty(2, rows, parts, dtype=torch.float32, device=logits_NV.device)
     tokens_NP = torch.empty(rows, parts, dtype=torch.int32, device=logits_NV.device)
     tokens_N = torch.empty(rows, dtype=torch.int64, device=logits_NV.device)
     probability_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
-    _part_kernel[(parts, rows)](
+    # Only the first size of a grid may be above 65535.
+    _part_kernel[(rows, parts)](
         logits_NV,
         forbidden_V,
         largest,
@@ -49,7 +52,7 @@ def most_probable(logits_NV: Tensor, forbidden_V: Tensor | None = None) -> tuple
 
 @triton.jit
 def _part_kernel(logits, forbidden, largest, tokens, total, columns, stride, BLOCK: tl.constexpr):
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     x = tl.load(logits + row * stride + column, mask=inside, other=-float("inf")).to(tl.float32)
@@ -57,7 +60,7 @@ def _part_kernel(logits, forbidden, largest, tokens, total, columns, stride, BLO
     if forbidden is not None:
         x = tl.where(tl.load(forbidden + column, mask=inside, other=0) != 0, -float("inf"), x)
     best = tl.max(x, 0)
-    at = row * tl.num_programs(0) + part
+    at = row * tl.num_programs(1) + part
     tl.store(largest + at, best)
     tl.store(tokens + at, tl.min(tl.where(x == best, column, columns), 0))
     # Minus infinity less itself is no number, and such a part counts for nothing.
