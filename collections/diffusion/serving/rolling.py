@@ -100,10 +100,10 @@ class RollingBatch:
         """
         live = [(self, place) for place, row in enumerate(self.rows) if row.is_live]
         joining = [] if other is None else [(other, place) for place, row in enumerate(other.rows) if row.is_live]
-        if not live and not joining:
-            return None
-        longest = max(batch.rows[place].length for batch, place in [*live, *joining])
         places = [*live, *joining]
+        if not places:
+            return None
+        longest = max(batch.rows[place].length for batch, place in places)
         if live and keeps_places(self._run, len(places), longest):
             if not joining:
                 return self
