@@ -70,7 +70,7 @@ class TimedDenoiser:
 
     def __init__(self, model: MegatronDenoiser):
         self.clock, self.new_cache = Clock(), model.new_cache
-        for name in ("score_positions", "denoise", "commit", "score_and_keep"):
+        for name in ("score_positions", "denoise", "commit", "score_and_keep", "commit_and_score"):
             setattr(self, name, partial(self.clock, getattr(model, name)))
 
 

@@ -90,6 +90,12 @@ class AttendingModel:
         cache.hold(window, kept_BL)
         return logits_BLV[rows_N, columns_N]
 
+    def commit_and_score(self, tokens_BL, positions_BL, cache, rows_N, columns_N, *, key_mask_BL, blocks_BL, kept_BL):
+        window = cache.window(positions_BL, key_mask_BL, blocks_BL)
+        logits_BLV = self._cached(tokens_BL, positions_BL, cache, window)
+        cache.hold(window, kept_BL)
+        return logits_BLV[rows_N, columns_N]
+
     def _cached(self, tokens_BL, positions_BL, cache, window):
         return self._forward(tokens_BL, positions_BL, window.visible_BLS, lambda i, k, v: cache.write(i, window, k, v))
 

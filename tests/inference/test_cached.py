@@ -156,7 +156,8 @@ def test_blocks_run_alone_through_the_layers(denoiser, monkeypatch):
 
     monkeypatch.setattr(model.core, "encode", counted)
     sample((model, mask), [[1] * 9], max_new_tokens=8, steps_per_block=2, cache="exact")
-    assert lengths == [8, 4, 4, 4, 4, 4, 4, 1]
+    # A finished block goes along with the next one.
+    assert lengths == [8, 4, 4, 8, 4, 5]
 
 
 @pytest.mark.parametrize("block_origin, lengths", [("sequence", [4, 4, 4, 4, 4]), ("prompt", [10, 4, 4])])
@@ -209,6 +210,30 @@ def test_committed_tokens_may_attend_causally(denoiser):
     torch.testing.assert_close(last_BV, denoiser("sdar", 1)[0](tokens_BT)[:, -1], rtol=0, atol=1e-4)
     with pytest.raises(ValueError, match="cache=None cannot be used with this model.*set cache='exact'"):
         sample((model, mask), LONG_PROMPTS, block_origin="sequence")
+
+
+@pytest.mark.parametrize("causal_commits", [False, True])
+@pytest.mark.parametrize("name", ["sdar", "llada2_moe", "a2d_qwen3"])
+def test_a_block_is_encoded_in_the_pass_that_scores_the_next_one(denoiser, name, causal_commits):
+    model, mask = denoiser(name, 4, causal_commits=causal_commits)
+
+    class TwoPasses:
+        new_cache, denoise, commit = model.new_cache, model.denoise, model.commit
+
+    counted = []
+    encode = model.core.encode
+    model.core.encode = lambda tokens_BL, *rest: (counted.append(tokens_BL.shape[1]), encode(tokens_BL, *rest))[1]
+    try:
+        texts = []
+        for one in (model, TwoPasses):
+            counted.append(0)
+            config = SamplerConfig(14, block_size=4, cache="exact", steps_per_block=1)
+            device = next(model.core.parameters()).device
+            texts.append(lists(generate(one, PROMPTS, config, mask_token_id=mask, device=device).sequences))
+        assert texts[0] == texts[1]
+        assert len(counted[: counted.index(0, 1)]) < len(counted[counted.index(0, 1) :])
+    finally:
+        del model.core.encode
 
 
 @pytest.mark.parametrize("cache", ["approximate_prefix", "approximate_dual"])

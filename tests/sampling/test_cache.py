@@ -8,6 +8,7 @@ from nemo_dllm.collections.diffusion.sampling import (
     KVCache,
     SamplerConfig,
     generate,
+    generate_stream,
     infill,
 )
 from nemo_dllm.collections.diffusion.sampling.denoise import denoise
@@ -89,19 +90,67 @@ def test_a_batch_with_a_cache_gives_what_its_rows_give_alone(tiny_decoder):
         assert alone.sequences[0].tolist() == together.sequences[row].tolist()
 
 
-def test_a_block_is_encoded_once_and_each_step_sees_the_block_at_hand(tiny_decoder):
+class TwoPasses:
+    """A model that encodes blocks in passes of their own."""
+
+    def __init__(self, model):
+        self.new_cache, self.denoise, self.commit = model.new_cache, model.denoise, model.commit
+
+
+@pytest.mark.parametrize(
+    "apart, lengths",
+    [
+        # 8 tokens of the prompt; 3 holes behind its last one, in 2 steps; the block; 4 in 2; the block; 1 hole left.
+        (TwoPasses, [8, 4, 4, 4, 4, 4, 4, 1]),
+        # The block and the next one; its second step; the block and 1 hole.
+        (lambda model: model, [8, 4, 4, 8, 4, 5]),
+    ],
+)
+def test_a_block_is_encoded_once_and_each_step_sees_the_block_at_hand(tiny_decoder, apart, lengths):
     model = tiny_decoder("sdar")
-    lengths = []
-    forward = model._forward
+    seen, forward = [], model._forward
+    model._forward = lambda tokens_BL, *rest: (seen.append(tokens_BL.shape[1]), forward(tokens_BL, *rest))[1]
+    config = SamplerConfig(8, cache="exact", block_size=4, steps_per_block=2)
+    generate(apart(model), [[1] * 9], config, mask_token_id=M)
+    assert seen == lengths
 
-    def counted(tokens_BL, *rest):
-        lengths.append(tokens_BL.shape[1])
-        return forward(tokens_BL, *rest)
 
-    model._forward = counted
-    generate(model, [[1] * 9], SamplerConfig(8, cache="exact", block_size=4, steps_per_block=2), mask_token_id=M)
-    # 8 tokens of the prompt; 3 holes behind its last one, in 2 steps; the block; 4 in 2; the block; 1 hole left.
-    assert lengths == [8, 4, 4, 4, 4, 4, 4, 1]
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"block_size": 3, "steps_per_block": 1},
+        {"temperature": 1.0, "seed": 4},
+        {"threshold": 0.05},
+        {"cfg_scale": 1.0},
+        {"editing_threshold": 0.0, "max_post_steps": 2},
+        {"eos_token_id": 139, "temperature": 2.0, "seed": 5},
+        {"block_origin": "prompt"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1], LONG_PROMPTS, [[]]], ids=len)
+def test_blocks_encoded_with_the_next_ones_give_what_they_give_apart(tiny_decoder, fields, prompts):
+    config = SamplerConfig(14, **{"block_size": 4, "cache": "exact", **fields})
+    models = tiny_decoder("sdar"), TwoPasses(tiny_decoder("sdar"))
+    joint, apart = (list(generate_stream(model, prompts, config, mask_token_id=M)) for model in models)
+    assert len(joint) == len(apart)
+    for one, other in zip(joint, apart, strict=True):
+        for name in ("tokens_BT", "holes_BT", "committed_BT", "settled_BT"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+
+
+@pytest.mark.parametrize("fields", [{}, {"block_size": 2}, {"threshold": 0.0}])
+def test_infilled_blocks_encoded_with_the_next_ones_give_what_they_give_apart(tiny_decoder, fields):
+    """Among them blocks without a hole."""
+    tokens, holes = torch.arange(1, 31).expand(3, -1), torch.zeros(3, 30, dtype=torch.bool)
+    holes[0, [3, 4, 5, 17, 18, 29]] = True
+    holes[1, [0, 28]] = True
+    holes[2, 8:13] = True
+    config = SamplerConfig(6, **{"block_size": 4, "cache": "exact", **fields})
+    models = tiny_decoder("sdar"), TwoPasses(tiny_decoder("sdar"))
+    joint, apart = (infill(model, tokens, holes, config, mask_token_id=M) for model in models)
+    assert lists(joint.sequences) == lists(apart.sequences) and joint.steps == apart.steps
 
 
 def test_rows_of_unequal_prompts_fill_their_blocks_side_by_side(tiny_decoder):

@@ -87,8 +87,8 @@ def test_what_is_kept_in_the_cache_is_not_encoded_again(tiny_decoder):
     model._forward = lambda tokens_BL, *rest: (lengths.append(tokens_BL.shape), forward(tokens_BL, *rest))[1]
     joined = DenoisingRun.join_rows([Picked(run, [0]) for run in runs])
     take(joined.steps(), 1)
-    # Row 0 has finished its first block, which is encoded now; row 1 is in a block, and its prompt of two is kept.
-    assert lengths == [(2, 4), (2, 4)]
+    # Row 0 has finished its first block, which is encoded with the next one; row 1 is in a block, its prompt is kept.
+    assert lengths == [(2, 8)]
 
 
 def test_noise_goes_on_where_it_was():

@@ -59,7 +59,8 @@ def run_on(batch, until=lambda: False):
 
 
 def test_a_row_takes_the_place_of_one_that_has_ended_and_nothing_else_moves(model, batch_of, caches):
-    first, short, last, newcomer = row_of(seed=1), row_of(length=3, seed=2), row_of(length=12, seed=3), row_of(seed=4)
+    first, short, last = row_of(seed=1), row_of(length=3, seed=2), row_of(length=12, seed=3)
+    newcomer = row_of(8, seed=4)
     batch = run_on(batch_of(first, short, last), lambda: short.done)
     (memory,) = caches
     where = {layer: [part.data_ptr() for part in parts] for layer, parts in memory.layers.items()}
@@ -78,7 +79,7 @@ def test_a_row_takes_the_place_of_one_that_has_ended_and_nothing_else_moves(mode
     model.passes.clear()
     batch.encode_prompts()
     # What is before its first hole's block, by itself.
-    assert model.passes == [(1, 4)] and memory.held_BS.sum(dim=1).tolist() == [4, 4, 4]
+    assert model.passes == [(1, 8)] and memory.held_BS.sum(dim=1).tolist() == [4, 8, 4]
     run_on(batch)
     assert all(row.done for row in batch.rows)
     # Those of newcomers are gone: no other is for three rows.
@@ -143,8 +144,8 @@ def test_passes_begin_before_the_last_step_is_handed_out_where_nobody_can_join(m
     for _ in range(8):
         batch.step()
         begun.append(len(model.passes))
-    # Prompt and blocks are encoded, too; after the last pass of a block the next one waits for those that may join.
-    assert begun == [3, 4, 5, 5, 8, 9, 10, 10]
+    # After the last pass of a block the next one waits for those that may join.
+    assert begun == [2, 3, 4, 4, 6, 7, 8, 8]
 
 
 def test_a_batch_whose_rows_are_all_given_up_ends(batch_of):
@@ -207,12 +208,14 @@ def test_new_rows_are_encoded_together_or_apart(model, batch_of, cache, full_pas
     model.full_pass = full_pass
     batch = batch_of(*[row_of(prompt, 4, seed=prompt, cache=cache) for prompt in (4, 16, 8, 4)])
     batch.encode_prompts()
-    exact = {None: [], 16: [(1, 16), (2, 8), (1, 4)]}
+    # One of a block is encoded with the next one.
+    exact = {None: [], 16: [(1, 16), (2, 8)]}
     dual = {None: [], 16: [(1, 20), (1, 12), (2, 8)]}
     assert model.passes == (exact if cache == "exact" else dual)[full_pass]
-    together, block = ((4, 16), (4, 4)) if cache == "exact" else ((4, 20), (4, 4))
+    together = (4, 16) if cache == "exact" else (4, 20)
     batch.step()
-    assert model.passes[-1] == block and (together in model.passes) == (full_pass is None)
+    assert model.passes[-1] == (4, 4) and (together in model.passes) == (full_pass is None)
+    assert ((4, 8) in model.passes) == (cache == "exact" and full_pass is not None)
 
 
 def test_a_server_encodes_prompts_once_and_lets_rows_in_where_others_end(kit, model, caches):
@@ -226,9 +229,9 @@ def test_a_server_encodes_prompts_once_and_lets_rows_in_where_others_end(kit, mo
         kit.until(lambda: all(row.done for row in made))
     finally:
         engine.close()
-    # Two prompts together, and three by themselves; five blocks of the long row, four of which are encoded. What waits
-    # takes the other place in time for all of them but the last.
-    assert sorted(Counter(model.passes).items()) == [((1, 4), 3), ((2, 4), 5 * 4 + 4), ((2, 8), 1)]
+    # Two prompts together; five blocks of the long row, of which four are encoded with the next ones, as are the other
+    # prompts. What waits takes the other place in time for all of them but the last.
+    assert sorted(Counter(model.passes).items()) == [((2, 4), 5 * 4 - 4), ((2, 8), 1 + 4)]
     assert made[1].passes == 20 and [row.passes for row in made if row is not made[1]] == [4] * 4
     assert [len(memory.held_BS) for memory in caches].count(2) == 1
 

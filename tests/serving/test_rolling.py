@@ -138,8 +138,8 @@ def test_a_prompt_is_encoded_once_and_without_those_that_run(kit, tiny_attention
         passes += 1
     # It waits for none of the blocks that the other one has still to find.
     assert passes == 4
-    # The prompt and a block at a time; then the finished block of the first row, and both blocks side by side.
-    assert model.passes == [(1, 40), *[(1, 4)] * 4, (1, 40), *[(2, 4)] * 5]
+    # The prompt and a block at a time; then both blocks side by side, with the finished one of the first row.
+    assert model.passes == [(1, 40), *[(1, 4)] * 4, (1, 40), (2, 8), *[(2, 4)] * 3]
 
 
 @pytest.mark.parametrize("fields", [fields for fields in SETTINGS if "cache" in fields], ids=str)

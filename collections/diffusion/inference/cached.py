@@ -11,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.attention.cached_keys import CachedKeys
 from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, BlockCausal
 from nemo_dllm.collections.diffusion.inference.cache_pool import SHARE, CachePool, PooledCache, multiple_of
+from nemo_dllm.collections.diffusion.inference.cache_views import See, see_all, see_held
 from nemo_dllm.collections.diffusion.inference.recorded import RecordedPasses, Recorder
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore
-from nemo_dllm.collections.diffusion.sampling import CacheWindow, KVCache
-from nemo_dllm.collections.diffusion.sampling.kv_cache import HIDDEN
+from nemo_dllm.collections.diffusion.sampling import KVCache
 
 COMMITTED_AT_ONCE = 1 << 15
 """Tokens that one pass encodes, of all rows together: what their layers hold meanwhile grows with it."""
@@ -27,9 +26,6 @@ RECORDED_LENGTHS = 64
 """Longer passes with a cache are recorded over a multiple of so many positions at least, the last ones idle."""
 FULL_PASS = 256
 """Tokens of a pass that keep a GPU busy: with fewer it reads the weights for longer than it computes."""
-
-See = Callable[[KVCache, CacheWindow], CachedKeys]
-"""How the layers of a pass see a cache."""
 
 
 class MegatronDenoiser:
@@ -152,14 +148,43 @@ class MegatronDenoiser:
         kept_BL: Tensor,
     ) -> Tensor:
         """Logits [N, V] of some of the given positions, of which the cache keeps some; see ``CachedDenoiser``."""
+        given = (tokens_BL, positions_BL, key_mask_BL, kept_BL)
+        return self._score_and_keep("score and keep", cache, rows_N, columns_N, *given)
 
-        def run(see: See, tokens_BL: Tensor, positions_BL: Tensor, key_mask_BL: Tensor, kept_BL: Tensor) -> Tensor:
-            window = cache.window(positions_BL, key_mask_BL)
+    @torch.no_grad()
+    def commit_and_score(
+        self,
+        tokens_BL: Tensor,
+        positions_BL: Tensor,
+        cache: KVCache,
+        rows_N: Tensor,
+        columns_N: Tensor,
+        *,
+        key_mask_BL: Tensor,
+        blocks_BL: Tensor,
+        kept_BL: Tensor,
+    ) -> Tensor:
+        """Logits [N, V] of blocks behind those that the cache keeps, in one pass; see ``JointDenoiser``."""
+        if self.causal_commits:
+            # The block at hand sees all.
+            blocks_BL = positions_BL.where(kept_BL, positions_BL.amax(dim=1, keepdim=True))
+        given = (tokens_BL, positions_BL, key_mask_BL, kept_BL, blocks_BL)
+        return self._score_and_keep("commit and score", cache, rows_N, columns_N, *given)
+
+    def _score_and_keep(
+        self, name: str, cache: KVCache, rows_N: Tensor, columns_N: Tensor, *inputs_BL: Tensor
+    ) -> Tensor:
+        """One pass over tokens, positions, a key mask, what is kept, and blocks if any."""
+
+        def run(
+            see: See, tokens_BL: Tensor, positions_BL: Tensor, key_mask_BL: Tensor, kept_BL: Tensor, *blocks_BL: Tensor
+        ) -> Tensor:
+            window = cache.window(positions_BL, key_mask_BL, *blocks_BL)
             hidden_LBH = self.core.encode(tokens_BL, positions_BL, see(cache, window))
             cache.hold(window, kept_BL)
             return hidden_LBH
 
-        hidden_LBH = self._run_with(cache, "score and keep", run, tokens_BL, positions_BL, key_mask_BL, kept_BL)
+        hidden_LBH = self._run_with(cache, name, run, *inputs_BL)
         return self.core.logits(hidden_LBH, columns_N * hidden_LBH.size(1) + rows_N)
 
     @torch.no_grad()
@@ -199,7 +224,7 @@ class MegatronDenoiser:
     ) -> Tensor:
         """``run(see, tokens, *inputs)``, recorded where that pays."""
         if not isinstance(cache, PooledCache):
-            return run(_see_held, tokens_BL, *inputs)
+            return run(see_held, tokens_BL, *inputs)
         return cache.pool.with_room(partial(self._run_pooled, cache, name, run, tokens_BL, *inputs))
 
     def _run_pooled(
@@ -209,18 +234,18 @@ class MegatronDenoiser:
         inputs_BL = (tokens_BL, *inputs)
         # A cache gets its memory from the first pass that gets through all layers.
         if len(cache.memory.layers) < len(self.core.decoder.layers):
-            return run(_see_held, *inputs_BL)
+            return run(see_held, *inputs_BL)
         (given_rows, given_length), rows = tokens_BL.shape, len(cache.held_BS)
         length = given_length
         if name == "commit" or length > RECORDED_LENGTHS:
             length = _recorded_length(length)
         if not self._is_recorded(tokens_BL.device, rows * length):
-            return run(_see_held, *inputs_BL)
+            return run(see_held, *inputs_BL)
         if (rows, length) != tokens_BL.shape:
             idle = (0, length - given_length, 0, rows - given_rows)
             inputs_BL = [F.pad(x_BL, idle) for x_BL in inputs_BL]
         kind = (name, cache.held_BS.shape)
-        return cache.passes(kind, partial(run, _see_held), partial(run, _see_all), *inputs_BL)
+        return cache.passes(kind, partial(run, see_held), partial(run, see_all), *inputs_BL)
 
     def _is_recorded(self, device: torch.device, tokens: int) -> bool:
         """Whether a pass over so many tokens takes longer to launch than to run."""
@@ -267,34 +292,3 @@ def _recorded_length(length: int) -> int:
     octave = 1 << (length - 1).bit_length()
     step = octave // 4 if length <= RECORDED_LENGTHS else max(octave // 8, RECORDED_LENGTHS)
     return multiple_of(length, max(step, 1))
-
-
-def _see_held(cache: KVCache, window: CacheWindow) -> CachedKeys:
-    """The pass as layers see it: no slots behind the last visible one, and no ranks where all see all."""
-    # Without the last slot, which padding has.
-    ranks_BL, slot_ranks_BS = window.ranks_BL, window.slot_ranks_BS[:, :-1]
-    number_S = torch.arange(1, slot_ranks_BS.size(1) + 1, device=slot_ranks_BS.device)
-    used = ((slot_ranks_BS < HIDDEN).any(dim=0) * number_S).max().clamp_min(1)
-    highest = slot_ranks_BS.where(number_S <= used, ranks_BL.min()).max()
-    # One wait for the device, not two.
-    used, sees_all = torch.stack([used, (highest <= ranks_BL.min()).long()]).tolist()
-    ranks = None if sees_all else (ranks_BL, slot_ranks_BS[:, :used])
-    return CachedKeys(ranks, _exchange(cache, window, used))
-
-
-def _see_all(cache: KVCache, window: CacheWindow) -> CachedKeys:
-    """The pass over all slots, however many are held: a recorded pass serves them all, and waits for nothing."""
-    slot_ranks_BS = window.slot_ranks_BS[:, :-1]
-    return CachedKeys((window.ranks_BL, slot_ranks_BS), _exchange(cache, window, slot_ranks_BS.size(1)))
-
-
-def _exchange(
-    cache: KVCache, window: CacheWindow, slots: int
-) -> Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The part of ``CachedKeys`` that writes to the cache, and reads its first slots."""
-
-    def exchange(layer: int, keys_BLGD: Tensor, values_BLGD: Tensor) -> tuple[Tensor, Tensor]:
-        keys_BSGD, values_BSGD = cache.write(layer, window, keys_BLGD, values_BLGD)
-        return keys_BSGD[:, :slots], values_BSGD[:, :slots]
-
-    return exchange

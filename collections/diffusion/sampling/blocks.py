@@ -6,7 +6,7 @@ Shape letters: B rows, T canvas positions, L positions of one pass.
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -15,6 +15,20 @@ from torch import Tensor
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, stack_rows
 
 BLOCK_ORIGINS = ("prompt", "sequence")
+
+
+class AtHand(NamedTuple):
+    """Blocks that rows work on.
+
+    Attributes:
+        blocks: of each row, None where it has nothing to do.
+        active_BT: bool, their positions.
+        generated: by row, places of theirs that are filled or to be filled, ascending.
+    """
+
+    blocks: Sequence[int | None]
+    active_BT: Tensor
+    generated: list[list[int]]
 
 
 class Canvas(NamedTuple):
@@ -42,6 +56,11 @@ class Canvas(NamedTuple):
         nothing = torch.iinfo(torch.int64).min
         current_B1 = torch.tensor([[nothing if block is None else block] for block in blocks])
         return self.keys_BT & (self.blocks_BT == current_B1)
+
+    def at_hand(self, blocks: Sequence[int | None]) -> AtHand:
+        """As ``at``, with what steps ask for."""
+        active_BT = self.at(blocks)
+        return AtHand(blocks, active_BT, places_by_row(self.holes_BT & active_BT))
 
     @classmethod
     def join_rows(cls, picked: Sequence[Picked]) -> "Canvas":
@@ -86,6 +105,11 @@ def block_indices(holes_BT: Tensor, block_size: int | None, origin: str = "promp
     if origin == "prompt":
         positions_BT = positions_BT - (holes_BT.cumsum(dim=1) == 0).sum(dim=1, keepdim=True)
     return torch.div(positions_BT, block_size, rounding_mode="floor")
+
+
+def following(blocks: Sequence[int | None]) -> list[int | None]:
+    """The blocks behind those that rows work on."""
+    return [None if block is None else block + 1 for block in blocks]
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -139,3 +163,10 @@ def before_hole(holes_BT: Tensor) -> Tensor:
     # In a row without holes that is 0 as well.
     first_B[~holes_BT[numpy.arange(len(first_B)), first_B]] = holes_BT.shape[1]
     return torch.from_numpy(numpy.arange(holes_BT.shape[1]) < first_B[:, None])
+
+
+def put(canvas_BT: Tensor, places: list[int], values: Any) -> Tensor:
+    """Write to some places of a canvas; returns it."""
+    # At so few places, tensors of them would take longer to make.
+    canvas_BT.numpy().reshape(-1)[places] = values
+    return canvas_BT

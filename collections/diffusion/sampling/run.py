@@ -17,7 +17,15 @@ import numpy
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, before_hole, gather_window, on_device, places_by_row
+from nemo_dllm.collections.diffusion.sampling.blocks import (
+    Canvas,
+    before_hole,
+    following,
+    gather_window,
+    on_device,
+    places_by_row,
+    put,
+)
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, join_attribute, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
@@ -29,8 +37,12 @@ from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
 from nemo_dllm.collections.diffusion.sampling.scoring import build_scorer
 from nemo_dllm.collections.diffusion.sampling.selection import Judged, Scored, above, judge, select_commits
 from nemo_dllm.collections.diffusion.sampling.step import Change, DenoiseStep, Launched
-from nemo_dllm.collections.diffusion.sampling.stopping import TextEnds
-from nemo_dllm.collections.diffusion.sampling.token_choice import check_token_ids, tells_first_tokens_apart
+from nemo_dllm.collections.diffusion.sampling.stopping import TextEnds, first_ends
+from nemo_dllm.collections.diffusion.sampling.token_choice import (
+    check_given_tokens,
+    check_token_ids,
+    tells_first_tokens_apart,
+)
 
 
 class DenoisingRun:
@@ -73,6 +85,7 @@ class DenoisingRun:
         self.progress = Progress(canvas.holes_BT, canvas.blocks_BT, config, lockstep)
         self.score = build_scorer(model, self.tokens_BT, canvas, mask_token_id, config, self.device)
         self.done_B = torch.zeros(len(tokens_BT), dtype=torch.bool)
+        self._at = self._next = None
 
     @property
     def row_parts(self) -> tuple[Any, ...]:
@@ -106,9 +119,11 @@ class DenoisingRun:
         Args:
             abandoned: as of ``denoise``.
             ahead: asked after each pass whether the next one may begin before its step is handed out, so that the
-                device works while the caller does. Rows must not be joined after such a step. None is never.
+                device works while the caller does; where that fails, the step comes first. Rows must not be joined
+                after such a step. None is never.
         """
-        self._blocks, step = None, 0
+        self._at = self._next = None
+        step = 0
         launched = self._launch(abandoned)
         while launched is not None:
             step += 1
@@ -133,10 +148,15 @@ class DenoisingRun:
         blocks = self.progress.blocks()
         if all(block is None for block in blocks) or (self.config.quirks.stop_after_block and self.done_B.all()):
             return None
-        if blocks != self._blocks:
+        if self._at is None or blocks != self._at.blocks:
             self._begin(blocks)
-        scored = Scored.of(self._candidates(), self.holes_BT.shape[1], self._generated if self._edits_tokens else None)
-        return Launched(scored, self._predict(scored), self.progress.quotas())
+        others = self._at.generated if self._edits_tokens else None
+        scored = Scored.of(self._candidates(), self.holes_BT.shape[1], others)
+        launched = Launched(scored, self._predict(scored), self.progress.quotas())
+        # Meanwhile the device works.
+        if self._next is None or self._next.blocks != following(blocks):
+            self._next = self.canvas.at_hand(following(blocks))
+        return launched
 
     def _finish(self, launched: Launched) -> Change:
         """Wait for a pass, and commit and edit tokens; until the next pass is launched the device waits."""
@@ -148,10 +168,10 @@ class DenoisingRun:
         filled = [n for n in chosen if judged.tokens[n] != self.mask_token_id]
         committed = self._fill(scored.at(filled), [judged.tokens[n] for n in filled])
         if edited:
-            _put(self.tokens_BT, scored.at(edited), [judged.tokens[n] for n in edited])
+            put(self.tokens_BT, scored.at(edited), [judged.tokens[n] for n in edited])
         finished = self._advance(scored.at(edited))
         # What may still be edited has not ended anything yet.
-        unsettled_BT = self._active_BT & ~torch.tensor(finished)[:, None] if self._edits_tokens else None
+        unsettled_BT = self._at.active_BT & ~torch.tensor(finished)[:, None] if self._edits_tokens else None
         ended = self._ended(unsettled_BT)
         if any(ended):
             committed = committed + self._close(ended)
@@ -161,7 +181,7 @@ class DenoisingRun:
 
     def _fill(self, places: list[int], tokens: list[int]) -> list[int]:
         """Write tokens to candidates; returns those that were holes, which with a quirk not all of them are."""
-        _put(self.tokens_BT, places, tokens)
+        put(self.tokens_BT, places, tokens)
         holes = self.holes_BT.numpy().reshape(-1)
         were_holes = [place for place in places if holes[place]]
         holes[places] = False
@@ -180,27 +200,21 @@ class DenoisingRun:
             edits[place // self.tokens_BT.shape[1]] += 1
         finished = self.progress.advance([len(row) for row in self._open], edits)
         if self.config.quirks.stop_after_block:
-            ends_B = (self._active_BT & (self.tokens_BT == self.config.eos_token_id)).any(dim=1)
+            ends_B = (self._at.active_BT & (self.tokens_BT == self.config.eos_token_id)).any(dim=1)
             self.done_B |= torch.tensor(finished) & ends_B
         return finished
 
     def _seen(self, step: int, change: Change) -> DenoiseStep:
         """What a step shows of the canvas, as it is until the next pass is finished."""
-        committed_BT = _put(torch.zeros_like(self.holes_BT), change.committed, True)
-        edited_BT = _put(torch.zeros_like(self.holes_BT), change.edited, True) if self._edits_tokens else None
+        committed_BT = put(torch.zeros_like(self.holes_BT), change.committed, True)
+        edited_BT = put(torch.zeros_like(self.holes_BT), change.edited, True) if self._edits_tokens else None
         settled_BT = self._settled(change.unsettled_BT)
         return DenoiseStep(self.tokens_BT.clone(), self.holes_BT.clone(), committed_BT, step, edited_BT, settled_BT)
 
     def _check_ids(self, vocabulary: int | None) -> None:
         if vocabulary is not None:
             check_token_ids(self.config, self.mask_token_id, vocabulary)
-        outside_N = self.tokens_BT[(self.tokens_BT < 0) | (self.tokens_BT >= (vocabulary or 2**63 - 1))]
-        if len(outside_N) > 0:
-            of = "" if vocabulary is None else f" of {vocabulary}"
-            raise ValueError(
-                f"{outside_N[0]} among the given tokens is outside the model's vocabulary{of}; encode the text with "
-                "the model's tokenizer, and see to mask_token_id and pad_token_id"
-            )
+        check_given_tokens(self.tokens_BT, vocabulary)
 
     @property
     def _edits_tokens(self) -> bool:
@@ -210,21 +224,18 @@ class DenoisingRun:
     def _begin(self, blocks: list[int | None]) -> None:
         """Let rows move on to these blocks; those with None have nothing to do."""
         self.score.begin(self.tokens_BT, blocks)
-        self._blocks = blocks
-        self._active_BT = active_BT = self.canvas.at(blocks)
-        self._open = places_by_row(self.holes_BT & active_BT)
-        self._generated = places_by_row(self.canvas.holes_BT & active_BT)
-        # By row, the first end token of its block.
-        ends_BT = torch.isin(self.tokens_BT, torch.tensor(self.config.end_token_ids, dtype=torch.int64))
-        ends = places_by_row(ends_BT & self.canvas.holes_BT & active_BT)
-        self._end_of = {row: places[0] for row, places in enumerate(ends) if places}
+        is_next = self._next is not None and self._next.blocks == blocks
+        self._at = self._next if is_next else self.canvas.at_hand(blocks)
+        holes_N, tokens_N = (x_BT.numpy().reshape(-1) for x_BT in (self.holes_BT, self.tokens_BT))
+        self._open = [[place for place in row if holes_N[place]] for row in self._at.generated]
+        self._end_of = first_ends(tokens_N, holes_N, self._at.generated, self._end_ids)
 
     def _candidates(self) -> list[list[int]]:
         """Places that may be filled, by row."""
         if not self.config.quirks.stray_masks_compete:
             return self._open
         lowest = torch.iinfo(torch.int64).min
-        current_B1 = self.canvas.blocks_BT.masked_fill(~self._active_BT, lowest).amax(dim=1, keepdim=True)
+        current_B1 = self.canvas.blocks_BT.masked_fill(~self._at.active_BT, lowest).amax(dim=1, keepdim=True)
         masks_BT = self.canvas.keys_BT & (self.tokens_BT == self.mask_token_id)
         return places_by_row(masks_BT & (self.canvas.blocks_BT <= current_B1))
 
@@ -248,10 +259,10 @@ class DenoisingRun:
     def _drawn(self, scored: Scored) -> Tensor:
         """Where noise is drawn, bool: at the row's own positions alone, for numbers spent on padding would tie a row to
         its batch."""
-        drawn_BT = _put(torch.zeros_like(self.holes_BT), scored.places, True)
+        drawn_BT = put(torch.zeros_like(self.holes_BT), scored.places, True)
         if self.config.cache is None or not self.config.quirks.global_noise:
             return drawn_BT
-        window = gather_window(self._active_BT)
+        window = gather_window(self._at.active_BT)
         return drawn_BT.gather(1, window.index_BL) & window.valid_BL
 
     def _edited(self, judged: Judged, scored: Scored) -> list[int]:
@@ -283,13 +294,6 @@ class DenoisingRun:
         self.progress.end(ended)
         closed_BT = self.holes_BT.numpy() & numpy.array(ended)[:, None]
         places = closed_BT.reshape(-1).nonzero()[0].tolist()
-        _put(self.tokens_BT, places, self.config.end_token_ids[0])
-        _put(self.holes_BT, places, False)
+        put(self.tokens_BT, places, self.config.end_token_ids[0])
+        put(self.holes_BT, places, False)
         return places
-
-
-def _put(canvas_BT: Tensor, places: list[int], values: Any) -> Tensor:
-    """Write to some places of a canvas; returns it."""
-    # At so few places, tensors of them would take longer to make.
-    canvas_BT.numpy().reshape(-1)[places] = values
-    return canvas_BT

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.approximate_caches import ApproximateCache, DelayedCache
 from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, on_device
-from nemo_dllm.collections.diffusion.sampling.cached_scorer import CachedScorer, Pass
+from nemo_dllm.collections.diffusion.sampling.committed_blocks import CommittedBlocks
 from nemo_dllm.collections.diffusion.sampling.config import DELAYED, SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, join_attribute, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
@@ -71,75 +71,6 @@ class WholeCanvas:
                 "[rows, positions, vocabulary]"
             )
         return logits_BTV[rows_N, positions_N]
-
-
-class CommittedBlocks(CachedScorer):
-    """Finished blocks are encoded once; a step sees them through the cache, and the block at hand. Exact for
-    block-causal models, in which nothing later changes what a block is encoded to.
-    """
-
-    def __init__(self, model: CachedDenoiser, canvas: Canvas, right_shift: bool, device: torch.device):
-        super().__init__(model, canvas, right_shift, device)
-        self._committed_BT = torch.zeros_like(canvas.keys_BT)
-        self._last_BV = self._blocks = None
-
-    @classmethod
-    def join_rows(cls, picked: Sequence[Picked], canvas: Canvas) -> "CommittedBlocks":
-        """For rows of several runs, with the blocks that they have committed."""
-        joined = cls._with_rows(picked, canvas)
-        joined._committed_BT = stack_rows(attribute_of(picked, "_committed_BT"), canvas.keys_BT.shape[1])
-        joined._last_BV, joined._blocks = stack_rows(attribute_of(picked, "_last_BV")), None
-        return joined
-
-    def begin(self, tokens_BT: Tensor, blocks: Sequence[int | None]) -> None:
-        """Encode the blocks before those at hand."""
-        at = self._pass if self._moves_on(blocks) else self._pending(blocks)
-        if at is not None:
-            self._commit(tokens_BT, at)
-        # What a shift needs besides the block at hand is put in front of its logits.
-        self._take(self._canvas.at(blocks), shifted=False)
-        self._blocks = blocks
-
-    def _moves_on(self, blocks: Sequence[int | None]) -> bool:
-        """Whether each row goes from the block at hand to the next one."""
-        return self._blocks is not None and all(
-            block is before if before is None else block == before + 1
-            for block, before in zip(blocks, self._blocks, strict=True)
-        )
-
-    def _pending(self, blocks: Sequence[int | None]) -> Pass | None:
-        """The blocks before these that are not encoded yet; None where there is nothing."""
-        lowest = torch.iinfo(torch.int64).min
-        current_B1 = torch.tensor([[lowest if block is None else block] for block in blocks])
-        pending_BT = self._canvas.keys_BT & (self._canvas.blocks_BT < current_B1) & ~self._committed_BT
-        return self._pass_over(pending_BT) if pending_BT.any() else None
-
-    def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor:
-        if not self._right_shift:
-            return self._logits_of(places, self._denoise(tokens_BT))
-        entries_BT = self._entries_BT.numpy()
-        rows_N, columns_N = divmod(entries_BT.reshape(-1)[places], self._pass.positions_BL.shape[1])
-        has_neighbour_B = self._committed_BT.any(dim=1)
-        if not columns_N.any() and has_neighbour_B.numpy()[rows_N].all():
-            # With blocks of one token always so: the commit has given all that would be read of a pass.
-            return self._last_BV[on_device(torch.from_numpy(rows_N), self._device)]
-        logits_BLV = self._denoise(tokens_BT)
-        # The left neighbour of a block's first position is the last committed one; without any, as at position 0.
-        first_BV = logits_BLV[:, 0]
-        if self._last_BV is not None:
-            first_BV = torch.where(on_device(has_neighbour_B[:, None], self._device), self._last_BV, first_BV)
-        shifted_BLV = torch.cat([first_BV[:, None], logits_BLV[:, :-1]], dim=1)
-        return self._logits_of(places, shifted_BLV)
-
-    def _commit(self, tokens_BT: Tensor, at: Pass) -> None:
-        given = (self._tokens_of(at, tokens_BT), at.positions_BL, self._cache)
-        last_BV = self._model.commit(*given, key_mask_BL=at.key_mask_BL, blocks_BL=at.blocks_BL)
-        self._committed_BT = self._committed_BT | at.chosen_BT
-        if self._right_shift:
-            if self._last_BV is not None:
-                is_given_B1 = on_device(at.window.valid_BL.any(dim=1, keepdim=True), self._device)
-                last_BV = torch.where(is_given_B1, last_BV, self._last_BV)
-            self._last_BV = last_BV
 
 
 class Guided:

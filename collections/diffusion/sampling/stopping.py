@@ -4,9 +4,10 @@ Shape letters: B rows, T canvas positions.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -34,6 +35,21 @@ def text_end(tokens: Sequence[int], config: SamplerConfig, decode: Decode | None
         if stops(len(tokens)):
             ends.append(bisect_left(range(len(tokens)), True, key=stops))
     return min(ends, default=None)
+
+
+def first_ends(
+    tokens_N: numpy.ndarray, holes_N: numpy.ndarray, generated: Sequence[Sequence[int]], end_ids: Collection[int]
+) -> dict[int, int]:
+    """The first end token among generated places, by row; rows without one are not there.
+
+    Args:
+        tokens_N, holes_N: a canvas, row after row.
+        generated: by row, places to look at, ascending.
+        end_ids: tokens that end a text.
+    """
+    ends = ((place for place in row if not holes_N[place] and int(tokens_N[place]) in end_ids) for row in generated)
+    firsts = enumerate(next(places, None) for places in ends)
+    return {row: place for row, place in firsts if place is not None}
 
 
 class TextEnds:

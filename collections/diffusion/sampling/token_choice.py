@@ -42,6 +42,17 @@ def check_token_ids(config: SamplerConfig, mask_token_id: int, vocabulary: int) 
         )
 
 
+def check_given_tokens(tokens_BT: Tensor, vocabulary: int | None) -> None:
+    """Raise ValueError where tokens of a canvas lie outside the vocabulary; None knows no upper end."""
+    outside_N = tokens_BT[(tokens_BT < 0) | (tokens_BT >= (vocabulary or 2**63 - 1))]
+    if len(outside_N) > 0:
+        of = "" if vocabulary is None else f" of {vocabulary}"
+        raise ValueError(
+            f"{outside_N[0]} among the given tokens is outside the model's vocabulary{of}; encode the text with "
+            "the model's tokenizer, and see to mask_token_id and pad_token_id"
+        )
+
+
 @lru_cache(maxsize=64)
 def token_columns(token_ids: tuple[int, ...], vocabulary: int, device: torch.device) -> Tensor:
     """Bool [V], True at some tokens. Kept, because to bring it to the device makes the CPU wait."""
