@@ -290,3 +290,30 @@ def test_what_a_step_has_found_is_delivered_before_the_pass_that_began_after_it_
     (short,), (long,) = updates.values()
     assert (len(short.tokens), short.finish_reason, short.error) == (3, "length", None)
     assert "for good" in str(long.error)
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_row_is_tried_alone_where_it_fails_beside_one_that_is_not_live(kit, model, given_up):
+    """The one beside it has ended, or was given up when the pass that fails had begun."""
+    forward, updates, failures = model._forward, {}, []
+
+    def breaks(tokens_BL, *rest):
+        if len(tokens_BL) == 2 and (tokens_BL[1] == kit.MASK).sum() == 1:
+            rows[0].abandoned = given_up
+            failures.append(tokens_BL)
+            raise RuntimeError("two are too many")
+        return forward(tokens_BL, *rest)
+
+    model._forward = breaks
+    lengths = (5 if given_up else 3), 8
+    rows = [row_of(4, length, seed=length, deliver=updates.setdefault(length, []).append) for length in lengths]
+    engine = BatchingEngine(model, mask_token_id=kit.MASK, device="cpu", decode=str, limits=ServerLimits())
+    engine.submit(rows)
+    engine.start()
+    try:
+        kit.until(lambda: not any(row.is_live for row in rows))
+    finally:
+        engine.close()
+    assert len(failures) == 1 and [update.error for update in updates[8]] == [None]
+    alone = generate(model, [[65] * 4], SamplerConfig(**EXACT, max_new_tokens=8), mask_token_id=kit.MASK, seeds=[8])
+    assert updates[8][-1].tokens == alone.completions[0].tolist()

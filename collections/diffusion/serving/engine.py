@@ -247,13 +247,15 @@ class BatchingEngine:
     def _fail(self, error: Exception) -> None:
         # Whoever closes the engine meanwhile must find the rows in one place or the other.
         with self._changed:
+            # Those that idle, and that were given up during the pass, may be what it failed by.
+            together = len({*self._running, *(self._batch.rows if self._batch else ())})
             left = [row for row in self._running if row.is_live]
             self._running, self._batch = [], None
-            if len(left) > 1:
+            if together > 1:
                 # One row must not take the others with it, and each repeats alone what it has delivered.
                 self._alone.extend(left)
-        if len(left) > 1:
-            logger.warning("a batch of %d rows failed, which are tried one by one: %r", len(left), error)
+        if together > 1:
+            logger.warning("a batch of %d rows failed, %d are tried one by one: %r", together, len(left), error)
             return
         for row in left:
             logger.error("a row failed, of request %s", row.request_id, exc_info=error)
