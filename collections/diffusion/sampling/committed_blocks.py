@@ -25,12 +25,16 @@ class JointPass(NamedTuple):
         finished_BT: bool, the positions that the cache keeps, on the CPU.
         kept_BL: the same among the pass's, on the model's device.
         entries_BT: see ``window_entries``.
+        places: what is scored where no block behind has a token yet.
+        entries: rows and columns of these, int64 [N] each, on the model's device.
     """
 
     over: Pass
     finished_BT: Tensor
     kept_BL: Tensor
     entries_BT: Tensor
+    places: list[int]
+    entries: tuple[Tensor, Tensor]
 
 
 class CommittedBlocks(CachedScorer):
@@ -110,13 +114,14 @@ class CommittedBlocks(CachedScorer):
             self._last_BV = last_BV
 
     def _commit_and_score(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor:
-        (over, finished_BT, kept_BL, entries_BT), self._joint = self._joint, None
-        entries_2N = divmod(entries_BT.numpy().reshape(-1)[places], kept_BL.shape[1])
-        rows_N, columns_N = on_device(torch.from_numpy(numpy.array(entries_2N)), self._device)
-        given = (self._tokens_of(over, tokens_BT), over.positions_BL, self._cache, rows_N, columns_N)
-        masks = {"key_mask_BL": over.key_mask_BL, "blocks_BL": over.blocks_BL, "kept_BL": kept_BL}
+        joint, self._joint = self._joint, None
+        over, entries = joint.over, joint.entries
+        if places != joint.places:
+            entries = self._entries(places, joint.entries_BT, over)
+        given = (self._tokens_of(over, tokens_BT), over.positions_BL, self._cache, *entries)
+        masks = {"key_mask_BL": over.key_mask_BL, "blocks_BL": over.blocks_BL, "kept_BL": joint.kept_BL}
         logits_NV = self._model.commit_and_score(*given, **masks)
-        self._committed_BT = self._committed_BT | finished_BT
+        self._committed_BT = self._committed_BT | joint.finished_BT
         # Meanwhile the device works.
         self._take_block()
         return logits_NV
@@ -134,4 +139,11 @@ class CommittedBlocks(CachedScorer):
         index_BL, valid_BL = over.window
         kept_BL = on_device(finished_BT.gather(1, index_BL) & valid_BL, self._device)
         entries_BT = window_entries(over.chosen_BT, index_BL.shape[1], right_shift=False)
-        return JointPass(over, finished_BT, kept_BL, entries_BT)
+        places = (active_BT & self._canvas.holes_BT).flatten().nonzero()[:, 0].tolist()
+        return JointPass(over, finished_BT, kept_BL, entries_BT, places, self._entries(places, entries_BT, over))
+
+    def _entries(self, places: Sequence[int], entries_BT: Tensor, over: Pass) -> tuple[Tensor, Tensor]:
+        """Rows and columns of a pass, int64 [N] each, on the model's device."""
+        entries_2N = divmod(entries_BT.numpy().reshape(-1)[places], over.positions_BL.shape[1])
+        rows_N, columns_N = on_device(torch.from_numpy(numpy.array(entries_2N)), self._device)
+        return rows_N, columns_N

@@ -72,6 +72,10 @@ class DenoisingRun:
         device: torch.device | None = None,
     ):
         self.config, self.mask_token_id, self._end_ids = config, mask_token_id, frozenset(config.end_token_ids)
+        self._edits_tokens = config.editing_threshold is not None
+        self._looks_at_whole_texts = (
+            bool(config.stop_strings) or self._edits_tokens or config.quirks != ReferenceQuirks()
+        )
         self.noise, self.ends, self.device = noise, ends, device or tokens_BT.device
         self.canvas = canvas = canvas.cpu()
         self.tokens_BT = tokens_BT.cpu().masked_fill(canvas.holes_BT, mask_token_id)
@@ -107,6 +111,7 @@ class DenoisingRun:
         joined.score = join_attribute(picked, "score", canvas)
         return joined
 
+    @torch.no_grad()
     def encode(self) -> None:
         """Encode what comes before the blocks at hand; the next step would do it otherwise."""
         self._begin(self.progress.blocks())
@@ -141,6 +146,7 @@ class DenoisingRun:
             if not is_ahead:
                 launched = self._launch(abandoned)
 
+    @torch.no_grad()
     def _launch(self, abandoned: Callable[[], Sequence[bool]] | None) -> Launched | None:
         """Let the device begin with the next pass over the blocks at hand; None where nothing is left to do."""
         if abandoned is not None:
@@ -181,10 +187,9 @@ class DenoisingRun:
 
     def _fill(self, places: list[int], tokens: list[int]) -> list[int]:
         """Write tokens to candidates; returns those that were holes, which with a quirk not all of them are."""
-        put(self.tokens_BT, places, tokens)
-        holes = self.holes_BT.numpy().reshape(-1)
-        were_holes = [place for place in places if holes[place]]
-        holes[places] = False
+        were_holes = [place for place in places if self._holes_N[place]]
+        for place, token in zip(places, tokens, strict=True):
+            self._tokens_N[place], self._holes_N[place] = token, False
         if not self._end_ids.isdisjoint(tokens):
             for place in (place for place, token in zip(places, tokens, strict=True) if token in self._end_ids):
                 row = place // self.tokens_BT.shape[1]
@@ -216,19 +221,15 @@ class DenoisingRun:
             check_token_ids(self.config, self.mask_token_id, vocabulary)
         check_given_tokens(self.tokens_BT, vocabulary)
 
-    @property
-    def _edits_tokens(self) -> bool:
-        return self.config.editing_threshold is not None
-
-    @torch.no_grad()
     def _begin(self, blocks: list[int | None]) -> None:
         """Let rows move on to these blocks; those with None have nothing to do."""
         self.score.begin(self.tokens_BT, blocks)
         is_next = self._next is not None and self._next.blocks == blocks
         self._at = self._next if is_next else self.canvas.at_hand(blocks)
-        holes_N, tokens_N = (x_BT.numpy().reshape(-1) for x_BT in (self.holes_BT, self.tokens_BT))
-        self._open = [[place for place in row if holes_N[place]] for row in self._at.generated]
-        self._end_of = first_ends(tokens_N, holes_N, self._at.generated, self._end_ids)
+        # By place, which takes less than tensors for a few of them.
+        self._tokens_N, self._holes_N = (x_BT.numpy().reshape(-1) for x_BT in (self.tokens_BT, self.holes_BT))
+        self._open = [[place for place in row if self._holes_N[place]] for row in self._at.generated]
+        self._end_of = first_ends(self._tokens_N, self._holes_N, self._at.generated, self._end_ids)
 
     def _candidates(self) -> list[list[int]]:
         """Places that may be filled, by row."""
@@ -239,7 +240,6 @@ class DenoisingRun:
         masks_BT = self.canvas.keys_BT & (self.tokens_BT == self.mask_token_id)
         return places_by_row(masks_BT & (self.canvas.blocks_BT <= current_B1))
 
-    @torch.no_grad()
     def _predict(self, scored: Scored) -> Predictions:
         logits_NV = self.score(self.tokens_BT, scored.places)
         if logits_NV.shape[-1] != self.known_vocabulary:
@@ -279,11 +279,12 @@ class DenoisingRun:
 
     def _ended(self, unsettled_BT: Tensor | None) -> list[bool]:
         """Rows whose text has ended."""
-        config = self.config
-        if not config.end_token_ids:
+        if not self._end_ids:
             return []
-        if config.stop_strings or self._edits_tokens or config.quirks != ReferenceQuirks():
+        if self._looks_at_whole_texts:
             return self.ends.ended(self.tokens_BT, self._settled(unsettled_BT))
+        if not self._end_of:
+            return []
         # Blocks before those at hand are full.
         return [
             row in self._end_of and self._end_of[row] < min(open_, default=inf) for row, open_ in enumerate(self._open)
