@@ -18,7 +18,7 @@ from nemo_dllm.collections.diffusion.sampling.generate import (
     span_between,
 )
 from nemo_dllm.collections.diffusion.sampling.kv_cache import CacheMemory, CacheWindow, KVCache
-from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
+from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn, JointDenoiser
 from nemo_dllm.collections.diffusion.sampling.presets import PRESETS, REFERENCE_PRESETS, preset, preset_fields
 from nemo_dllm.collections.diffusion.sampling.quirks import ReferenceQuirks
 from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES, Predictions, register_remasking
@@ -42,6 +42,7 @@ __all__ = [
     "DenoiseStep",
     "DenoiserFn",
     "GenerateResult",
+    "JointDenoiser",
     "KVCache",
     "Predictions",
     "ReferenceQuirks",
