@@ -1,9 +1,11 @@
 import weakref
+from importlib import import_module
 
 import pytest
 import torch
 
 from nemo_dllm.collections.diffusion.sampling import SamplerConfig, denoise
+from nemo_dllm.collections.diffusion.sampling.blocks import works_apart
 from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES, confidence
 
 M = 9
@@ -31,10 +33,17 @@ def test_unreachable_threshold_commits_one_per_pass(table_model):
     assert steps[-1].tokens_BT.tolist() == [list(range(8))] and not steps[-1].holes_BT.any()
 
 
-def test_the_next_pass_has_begun_when_a_step_is_handed_out(table_model):
+@pytest.mark.parametrize("apart, passes", [(True, [2, 3, 4, 4]), (False, [1, 2, 3, 4])])
+def test_on_a_gpu_the_next_pass_has_begun_when_a_step_is_handed_out(table_model, monkeypatch, apart, passes):
+    module = import_module("nemo_dllm.collections.diffusion.sampling.denoise")
+    monkeypatch.setattr(module, "works_apart", lambda device: apart)
     model, canvas_BT = table_model({i: {i: 0.9} for i in range(4)}), torch.zeros(1, 4, dtype=torch.int64)
     begun = [len(model.seen) for _ in denoise(model, canvas_BT, canvas_BT == 0, M, SamplerConfig(4))]
-    assert begun == [2, 3, 4, 4]
+    assert begun == passes
+
+
+def test_a_gpu_works_apart_and_a_cpu_does_not():
+    assert [works_apart(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")] == [True, True, False]
 
 
 def test_whoever_may_give_up_is_asked_before_the_next_pass(table_model):

@@ -112,6 +112,11 @@ def following(blocks: Sequence[int | None]) -> list[int | None]:
     return [None if block is None else block + 1 for block in blocks]
 
 
+def works_apart(device: torch.device) -> bool:
+    """Whether a device goes on with what it was given while the CPU does something else."""
+    return device.type != "cpu"
+
+
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A small tensor of the CPU on a device; the CPU does not wait for what is queued there."""
     return tensor.to(device, non_blocking=True)

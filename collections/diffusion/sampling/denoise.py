@@ -9,7 +9,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, block_indices
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, block_indices, works_apart
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
 from nemo_dllm.collections.diffusion.sampling.noise import GlobalNoise, RowNoise
@@ -52,8 +52,8 @@ def denoise(
         device: of the model; None is that of the canvas.
 
     Returns:
-        An iterator over the steps; empty, without any forward pass, if there is no hole. Without ``abandoned`` the pass
-        after a step has begun when the step is handed out.
+        An iterator over the steps; empty, without any forward pass, if there is no hole. On a GPU, and without
+        ``abandoned``, the pass after a step has begun when the step is handed out.
 
     Raises:
         ValueError: shapes or dtypes disagree, an id is outside the vocabulary, or the model does not fit the cache.
@@ -74,7 +74,7 @@ def denoise(
     blocks_BT = block_indices(holes_BT, config.block_size, config.counts_blocks_from)
     canvas = Canvas(holes_BT, blocks_BT, keys_BT, padded=key_mask_BT is not None)
     run = DenoisingRun(model, canvas_BT, canvas, mask_token_id, config, noise, ends, device)
-    return run.steps(abandoned, ahead=lambda: abandoned is None)
+    return run.steps(abandoned, ahead=lambda: abandoned is None and works_apart(device))
 
 
 def _check_canvas(canvas_BT: Tensor, holes_BT: Tensor, key_mask_BT: Tensor | None) -> None:

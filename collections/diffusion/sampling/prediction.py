@@ -3,9 +3,11 @@
 Shape letters: N scored positions of all rows in row-major order, V vocabulary.
 """
 
+import os
 from collections.abc import Callable
 from functools import cache, cached_property
 from importlib.util import find_spec
+from shutil import which
 
 import torch
 from torch import Tensor
@@ -87,5 +89,5 @@ def predict(
 
 @cache
 def has_kernels() -> bool:
-    """Whether there is Triton, which comes with torch for GPUs on most systems."""
-    return find_spec("triton") is not None
+    """Whether there is Triton, which comes with torch for GPUs on most systems, and the compiler that it needs."""
+    return find_spec("triton") is not None and any(map(which, (os.environ.get("CC", "cc"), "gcc", "clang")))

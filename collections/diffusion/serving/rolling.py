@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from nemo_dllm.collections.diffusion.sampling import CachedDenoiser, DenoiserFn, DenoiseStep
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, block_indices
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, block_indices, works_apart
 from nemo_dllm.collections.diffusion.sampling.config import DELAYED
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, can_join_rows, join_attribute, keeps_places
 from nemo_dllm.collections.diffusion.sampling.noise import RowNoise
@@ -145,7 +145,7 @@ class RollingBatch:
     def _begin_steps(self) -> None:
         # Of the rows, not of the batch: a batch that its steps held would keep its cache until garbage is collected.
         rows = self.rows
-        self._ahead = _Ahead(self._run.progress)
+        self._ahead = _Ahead(self._run.progress, self._run.device)
         ahead = self._ahead if self._run.config.cache == "exact" else None
         self._steps: Iterator[DenoiseStep] = self._run.steps(lambda: [not row.is_live for row in rows], ahead)
 
@@ -153,13 +153,13 @@ class RollingBatch:
 class _Ahead:
     """Lets a pass begin while the step before is handed out, in the middle of blocks, where rows cannot join."""
 
-    def __init__(self, progress: Progress):
-        self._progress = progress
+    def __init__(self, progress: Progress, device: torch.device):
+        self._progress, self._works_apart = progress, works_apart(device)
         # Not to be told later: a row that is given up ends its block.
         self.has_begun = False
 
     def __call__(self) -> bool:
-        self.has_begun = not self._progress.is_between_blocks
+        self.has_begun = self._works_apart and not self._progress.is_between_blocks
         return self.has_begun
 
 
