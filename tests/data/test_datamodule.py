@@ -283,7 +283,9 @@ def test_missing_files_are_named_on_first_use(datamodule, tmp_path):
         datamodule.TextDataModule(tmp_path / "nowhere", cache_dir=tmp_path).prepare_data()
     with pytest.raises(FileNotFoundError, match=r"tokenizer='.*nowhere' does not exist; name a folder with tokenizer"):
         _ = datamodule.TextDataModule(tokenizer=str(tmp_path / "nowhere"), cache_dir=tmp_path).tokenizer
-    with pytest.raises(FileNotFoundError, match=r"tokenizer='.*' is a folder without a tokenizer .*\(.{1,130}\)$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"tokenizer='.*' is neither .* it is a folder without a tokenizer .*\(.{1,130}\)$"
+    ):
         _ = datamodule.TextDataModule(tokenizer=str(tmp_path), cache_dir=tmp_path).tokenizer
 
 

@@ -113,8 +113,8 @@ def _told_in_one_line(tokenizer: str | Path) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if Path(tokenizer).is_dir():
             raise FileNotFoundError(
-                f"tokenizer='{tokenizer}' is a folder without a tokenizer that can be read; name one with "
-                f"tokenizer.json ({str(error).splitlines()[0][:MAX_REASON]})"
+                f"tokenizer='{tokenizer}' is neither a folder with tokenizer.json nor the name of a model: it is a "
+                f"folder without a tokenizer that can be read ({str(error).splitlines()[0][:MAX_REASON]})"
             ) from error
         raise FileNotFoundError(
             f"tokenizer='{tokenizer}' is neither a folder with tokenizer.json nor could it be fetched from the Hugging "
