@@ -218,17 +218,22 @@ def test_new_rows_are_encoded_together_or_apart(model, batch_of, cache, full_pas
     assert ((4, 8) in model.passes) == (cache == "exact" and full_pass is not None)
 
 
-def test_a_server_encodes_prompts_once_and_lets_rows_in_where_others_end(kit, model, caches):
-    made = [row_of(prompt, length, seed=seed) for seed, (prompt, length) in enumerate([(4, 4), (8, 20), *[(4, 4)] * 3])]
+def answer(kit, model, rows):
+    """By an engine with room for two of them."""
     engine = BatchingEngine(
         model, mask_token_id=kit.MASK, device="cpu", decode=str, limits=ServerLimits(max_batch_rows=2)
     )
-    engine.submit(made)
+    engine.submit(rows)
     engine.start()
     try:
-        kit.until(lambda: all(row.done for row in made))
+        kit.until(lambda: all(row.done for row in rows))
     finally:
         engine.close()
+
+
+def test_a_server_encodes_prompts_once_and_lets_rows_in_where_others_end(kit, model, caches):
+    made = [row_of(prompt, length, seed=seed) for seed, (prompt, length) in enumerate([(4, 4), (8, 20), *[(4, 4)] * 3])]
+    answer(kit, model, made)
     # Two prompts together; five blocks of the long row, of which four are encoded with the next ones, as are the other
     # prompts. What waits takes the other place in time for all of them but the last.
     assert sorted(Counter(model.passes).items()) == [((2, 4), 5 * 4 - 4), ((2, 8), 1 + 4)]
@@ -252,15 +257,7 @@ def test_a_prompt_that_breaks_the_model_leaves_rows_that_run_alone(kit, model):
         if seed == 3:
             row.prefix = [90] * 6
         rows.append(row)
-    engine = BatchingEngine(
-        model, mask_token_id=kit.MASK, device="cpu", decode=str, limits=ServerLimits(max_batch_rows=2)
-    )
-    engine.submit(rows)
-    engine.start()
-    try:
-        kit.until(lambda: all(row.done for row in rows))
-    finally:
-        engine.close()
+    answer(kit, model, rows)
     assert [seed for seed, got in enumerate(updates) if got[-1].error] == [3]
     for seed in (0, 1, 2, 4, 5):
         config = SamplerConfig(**EXACT, max_new_tokens=rows[seed].hole_count)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, on_device, window_entries
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, on_device, put, rows_and_columns, window_entries
 from nemo_dllm.collections.diffusion.sampling.cached_scorer import CachedScorer
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
@@ -96,8 +96,7 @@ class DelayedCache(CachedScorer):
         """Blocks make no difference."""
 
     def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor:
-        scored_BT = torch.zeros_like(self._canvas.keys_BT)
-        scored_BT.view(-1)[places] = True
+        scored_BT = put(torch.zeros_like(self._canvas.keys_BT), places, True)
         # A row that waits or is full has no pass: its refreshes do not depend on what it is batched with.
         live_B = scored_BT.any(dim=1)
         holes_BT = self._canvas.holes_BT & (tokens_BT == self._mask_token_id)
@@ -109,13 +108,13 @@ class DelayedCache(CachedScorer):
         at = self._pass_over(window_BT)
         kept_BL = ~holes_BT.gather(1, at.window.index_BL) & at.window.valid_BL
         length = kept_BL.shape[1]
-        entries_N = window_entries(window_BT, length, self._right_shift)[scored_BT]
-        rows_N, columns_N = on_device(torch.stack([entries_N // length, entries_N % length]), self._device).unbind()
+        entries_N = window_entries(window_BT, length, self._right_shift).numpy().reshape(-1)[places]
         self._encoded_BT = torch.where(window_BT, tokens_BT, self._encoded_BT)
         self._passes_B = self._passes_B + live_B
-        given = (self._tokens_of(at, tokens_BT), at.positions_BL, self._cache, rows_N, columns_N)
+        given = (self._tokens_of(at, tokens_BT), at.positions_BL, self._cache)
+        entries = rows_and_columns(entries_N, length, self._device)
         kept_BL = on_device(kept_BL, self._device)
-        return self._model.score_and_keep(*given, key_mask_BL=at.key_mask_BL, kept_BL=kept_BL)
+        return self._model.score_and_keep(*given, *entries, key_mask_BL=at.key_mask_BL, kept_BL=kept_BL)
 
 
 def _left_neighbours(chosen_BT: Tensor) -> Tensor:

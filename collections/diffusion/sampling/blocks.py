@@ -53,9 +53,11 @@ class Canvas(NamedTuple):
 
     def at(self, blocks: Sequence[int | None]) -> Tensor:
         """Positions of a block of each row, bool; none of a row with None."""
-        nothing = torch.iinfo(torch.int64).min
-        current_B1 = torch.tensor([[nothing if block is None else block] for block in blocks])
-        return self.keys_BT & (self.blocks_BT == current_B1)
+        return self.keys_BT & (self.blocks_BT == _numbers(blocks))
+
+    def before(self, blocks: Sequence[int | None]) -> Tensor:
+        """Positions of earlier blocks of each row, bool; none of a row with None."""
+        return self.keys_BT & (self.blocks_BT < _numbers(blocks))
 
     def at_hand(self, blocks: Sequence[int | None]) -> AtHand:
         """As ``at``, with what steps ask for."""
@@ -107,6 +109,12 @@ def block_indices(holes_BT: Tensor, block_size: int | None, origin: str = "promp
     return torch.div(positions_BT, block_size, rounding_mode="floor")
 
 
+def _numbers(blocks: Sequence[int | None]) -> Tensor:
+    """Int64 [B, 1]; for None one that no block has, below all of them."""
+    nothing = torch.iinfo(torch.int64).min
+    return torch.tensor([[nothing if block is None else block] for block in blocks])
+
+
 def following(blocks: Sequence[int | None]) -> list[int | None]:
     """The blocks behind those that rows work on."""
     return [None if block is None else block + 1 for block in blocks]
@@ -120,6 +128,12 @@ def works_apart(device: torch.device) -> bool:
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A small tensor of the CPU on a device; the CPU does not wait for what is queued there."""
     return tensor.to(device, non_blocking=True)
+
+
+def rows_and_columns(numbers_N: numpy.ndarray, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where numbers that count row after row stand in rows of a width; int64 [N] each, on a device."""
+    rows_N, columns_N = on_device(torch.from_numpy(numpy.array(divmod(numbers_N, width))), device)
+    return rows_N, columns_N
 
 
 def gather_window(chosen_BT: Tensor) -> Window:

@@ -11,7 +11,14 @@ import numpy
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, Window, gather_window, on_device, window_entries
+from nemo_dllm.collections.diffusion.sampling.blocks import (
+    Canvas,
+    Window,
+    gather_window,
+    on_device,
+    rows_and_columns,
+    window_entries,
+)
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, join_attribute
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
 
@@ -88,4 +95,4 @@ class CachedScorer:
         rows, length = logits_BLV.shape[:2]
         if len(entries_N) == rows * length and (entries_N == numpy.arange(rows * length)).all():
             return logits_BLV.flatten(0, 1)
-        return logits_BLV[on_device(torch.from_numpy(numpy.array(divmod(entries_N, length))), self._device).unbind()]
+        return logits_BLV[rows_and_columns(entries_N, length, self._device)]

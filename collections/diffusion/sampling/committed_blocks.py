@@ -7,11 +7,16 @@ V vocabulary.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, following, on_device, window_entries
+from nemo_dllm.collections.diffusion.sampling.blocks import (
+    Canvas,
+    following,
+    on_device,
+    rows_and_columns,
+    window_entries,
+)
 from nemo_dllm.collections.diffusion.sampling.cached_scorer import CachedScorer, Pass
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
@@ -99,9 +104,7 @@ class CommittedBlocks(CachedScorer):
 
     def _pending(self, blocks: Sequence[int | None]) -> Tensor:
         """What is before these blocks and not encoded yet, bool [B, T]."""
-        lowest = torch.iinfo(torch.int64).min
-        current_B1 = torch.tensor([[lowest if block is None else block] for block in blocks])
-        return self._canvas.keys_BT & (self._canvas.blocks_BT < current_B1) & ~self._committed_BT
+        return self._canvas.before(blocks) & ~self._committed_BT
 
     def _commit(self, tokens_BT: Tensor, at: Pass) -> None:
         given = (self._tokens_of(at, tokens_BT), at.positions_BL, self._cache)
@@ -144,6 +147,4 @@ class CommittedBlocks(CachedScorer):
 
     def _entries(self, places: Sequence[int], entries_BT: Tensor, over: Pass) -> tuple[Tensor, Tensor]:
         """Rows and columns of a pass, int64 [N] each, on the model's device."""
-        entries_2N = divmod(entries_BT.numpy().reshape(-1)[places], over.positions_BL.shape[1])
-        rows_N, columns_N = on_device(torch.from_numpy(numpy.array(entries_2N)), self._device)
-        return rows_N, columns_N
+        return rows_and_columns(entries_BT.numpy().reshape(-1)[places], over.positions_BL.shape[1], self._device)

@@ -235,10 +235,8 @@ class DenoisingRun:
         """Places that may be filled, by row."""
         if not self.config.quirks.stray_masks_compete:
             return self._open
-        lowest = torch.iinfo(torch.int64).min
-        current_B1 = self.canvas.blocks_BT.masked_fill(~self._at.active_BT, lowest).amax(dim=1, keepdim=True)
-        masks_BT = self.canvas.keys_BT & (self.tokens_BT == self.mask_token_id)
-        return places_by_row(masks_BT & (self.canvas.blocks_BT <= current_B1))
+        reached_BT = self.canvas.before(self._at.blocks) | self._at.active_BT
+        return places_by_row(reached_BT & (self.tokens_BT == self.mask_token_id))
 
     def _predict(self, scored: Scored) -> Predictions:
         logits_NV = self.score(self.tokens_BT, scored.places)
