@@ -7,7 +7,7 @@ from nemo_dllm.collections.diffusion.sampling import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.denoise import denoise
 from nemo_dllm.collections.diffusion.sampling.noise import RowNoise
 from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
-from nemo_dllm.collections.diffusion.sampling.selection import Scored, judge, select_commits
+from nemo_dllm.collections.diffusion.sampling.selection import Scored, judge, rate, select_commits
 
 
 def select(probabilities, quota=1, candidates=None, **fields):
@@ -19,7 +19,7 @@ def select(probabilities, quota=1, candidates=None, **fields):
     may_be = [place for place in places if candidates is None or candidates[place]]
     scored = Scored.of([may_be], len(probabilities), [places])
     config = SamplerConfig(**fields)
-    return select_commits(judge(proposed, config), scored, [quota], config)
+    return select_commits(judge(rate(proposed, config), config), scored, [quota], config)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_order_at_a_temperature_follows_the_scores():
     proposed = Predictions(torch.zeros(3 * rows, dtype=torch.int64), given_NV, lambda: noise.uniform(scored_BT))
     config = SamplerConfig(remasking_temperature=0.25)
     scored = Scored.of([range(3 * row, 3 * row + 3) for row in range(rows)], 3)
-    chosen = select_commits(judge(proposed, config), scored, [1] * rows, config)
+    chosen = select_commits(judge(rate(proposed, config), config), scored, [1] * rows, config)
     draws = torch.bincount(torch.tensor(chosen) % 3)
     expected = (scores / 0.25).softmax(dim=0) * rows
     assert ((draws - expected) ** 2 / expected).sum() < 18.4  # 2 degrees of freedom, 1 in 10,000

@@ -76,9 +76,9 @@ class CachePool:
         if taken is None:
             taken = RecordedMemory(CacheMemory.empty(*shape, self._device), RecordedPasses(self._recorder))
         else:
-            torch._foreach_zero_(
-                [taken.memory.held_BS, *(part for layer in taken.memory.layers.values() for part in layer)]
-            )
+            taken.memory.held_BS.zero_()
+            # Of one dtype: among others each would be a launch of its own.
+            torch._foreach_zero_([part for layer in taken.memory.layers.values() for part in layer])
         cache = PooledCache(self, taken)
         finalize(cache, self._give_back, taken).atexit = False
         return cache

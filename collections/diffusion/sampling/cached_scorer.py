@@ -29,11 +29,13 @@ class Pass(NamedTuple):
     Attributes:
         chosen_BT: bool, the positions, on the CPU.
         window: the same.
+        places_BL: int64, the same, counted row after row.
         positions_BL, key_mask_BL, blocks_BL: as of ``CachedDenoiser``, on the model's device.
     """
 
     chosen_BT: Tensor
     window: Window
+    places_BL: numpy.ndarray
     positions_BL: Tensor
     key_mask_BL: Tensor
     blocks_BL: Tensor
@@ -72,11 +74,13 @@ class CachedScorer:
         window = gather_window(chosen_BT)
         positions_BL, blocks_BL = (x.gather(1, window.index_BL) for x in (self._positions_BT, self._canvas.blocks_BT))
         given = (on_device(x_BL, self._device) for x_BL in (positions_BL, window.valid_BL, blocks_BL))
-        return Pass(chosen_BT, window, *given)
+        rows, width = chosen_BT.shape
+        places_BL = window.index_BL.numpy() + numpy.arange(0, rows * width, width)[:, None]
+        return Pass(chosen_BT, window, places_BL, *given)
 
     def _tokens_of(self, at: Pass, tokens_BT: Tensor) -> Tensor:
         """Int64 [B, L], on the model's device."""
-        return on_device(tokens_BT.gather(1, at.window.index_BL), self._device)
+        return on_device(torch.from_numpy(tokens_BT.numpy().reshape(-1)[at.places_BL]), self._device)
 
     def _take(self, chosen_BT: Tensor, shifted: bool) -> None:
         """Let ``_denoise`` give these positions to the model; ``shifted`` as of ``window_entries``."""

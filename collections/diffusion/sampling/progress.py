@@ -59,6 +59,8 @@ class Progress:
         self._max_post = 0 if config.editing_threshold is None else config.max_post_steps
         self._counts_end_blocks = config.quirks.mask_token_allowed or config.quirks.stray_masks_compete
         self._lockstep = lockstep
+        # Until a row moves on.
+        self._blocks: list[int | None] | None = None
 
     @classmethod
     def join_rows(cls, picked: Sequence[Picked]) -> "Progress":
@@ -69,7 +71,7 @@ class Progress:
         joined = copy(picked[0].part)
         for name in ("_plans", "_passes", "_post_passes"):
             setattr(joined, name, pick_items(attribute_of(picked, name)))
-        joined._turns = [0] * len(joined._plans)
+        joined._turns, joined._blocks = [0] * len(joined._plans), None
         for progress, rows, places in by_part(picked):
             slowest = min((progress._turns[row] for row in rows if progress._plans[row]), default=0)
             for row, place in zip(rows, places, strict=True):
@@ -83,6 +85,11 @@ class Progress:
 
     def blocks(self) -> list[int | None]:
         """The block that each row works on in the next pass, None where it has nothing to do."""
+        if self._blocks is None:
+            self._blocks = self._next_blocks()
+        return self._blocks
+
+    def _next_blocks(self) -> list[int | None]:
         current = [plan[0][0] if plan else None for plan in self._plans]
         if self._lockstep is None:
             return current
@@ -116,6 +123,7 @@ class Progress:
                 self._plans[row].popleft()
                 self._turns[row] += 1
                 self._passes[row] = self._post_passes[row] = 0
+                self._blocks = None
         return finished
 
     def end(self, ended: Sequence[bool]) -> None:
@@ -124,6 +132,7 @@ class Progress:
             if has_ended:
                 self._plans[row].clear()
                 self._passes[row] = self._post_passes[row] = 0
+                self._blocks = None
 
     def _finishes(self, row: int, holes_left: int, edited: bool) -> bool:
         was_full = self._post_passes[row] > 0

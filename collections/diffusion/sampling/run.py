@@ -35,7 +35,7 @@ from nemo_dllm.collections.diffusion.sampling.progress import Progress
 from nemo_dllm.collections.diffusion.sampling.quirks import ReferenceQuirks
 from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
 from nemo_dllm.collections.diffusion.sampling.scoring import build_scorer
-from nemo_dllm.collections.diffusion.sampling.selection import Judged, Scored, above, judge, select_commits
+from nemo_dllm.collections.diffusion.sampling.selection import Judged, Scored, above, judge, rate, select_commits
 from nemo_dllm.collections.diffusion.sampling.step import Change, DenoiseStep, Launched
 from nemo_dllm.collections.diffusion.sampling.stopping import TextEnds, first_ends
 from nemo_dllm.collections.diffusion.sampling.token_choice import (
@@ -83,7 +83,6 @@ class DenoisingRun:
         # A model that knows its vocabulary keeps a GPU from ids that would be the end of its process.
         self.known_vocabulary = getattr(model, "vocabulary_size", None)
         self._check_ids(self.known_vocabulary)
-        self.ordinals_BT = canvas.holes_BT.cumsum(dim=1) - 1
         # Rows that finish their blocks together have them encoded in one pass.
         lockstep = "turn" if config.cache == "exact" else "block" if config.quirks.lockstep else None
         self.progress = Progress(canvas.holes_BT, canvas.blocks_BT, config, lockstep)
@@ -104,7 +103,6 @@ class DenoisingRun:
         width = canvas.holes_BT.shape[1]
         joined.tokens_BT = stack_rows(attribute_of(picked, "tokens_BT"), width)
         joined.holes_BT = stack_rows(attribute_of(picked, "holes_BT"), width)
-        joined.ordinals_BT = stack_rows(attribute_of(picked, "ordinals_BT"), width)
         joined.done_B = stack_rows(attribute_of(picked, "done_B"))
         for name in ("noise", "ends", "progress"):
             setattr(joined, name, join_attribute(picked, name))
@@ -116,6 +114,7 @@ class DenoisingRun:
         """Encode what comes before the blocks at hand; the next step would do it otherwise."""
         self._begin(self.progress.blocks())
 
+    @torch.no_grad()
     def steps(
         self, abandoned: Callable[[], Sequence[bool]] | None = None, ahead: Callable[[], bool] | None = None
     ) -> Iterator[DenoiseStep]:
@@ -133,8 +132,6 @@ class DenoisingRun:
         while launched is not None:
             step += 1
             change = self._finish(launched)
-            # Its logits would lie beside the next ones.
-            del launched
             is_ahead = ahead is not None and ahead()
             try:
                 launched = self._launch(abandoned) if is_ahead else None
@@ -146,19 +143,18 @@ class DenoisingRun:
             if not is_ahead:
                 launched = self._launch(abandoned)
 
-    @torch.no_grad()
     def _launch(self, abandoned: Callable[[], Sequence[bool]] | None) -> Launched | None:
         """Let the device begin with the next pass over the blocks at hand; None where nothing is left to do."""
         if abandoned is not None:
             self.progress.end(abandoned())
         blocks = self.progress.blocks()
-        if all(block is None for block in blocks) or (self.config.quirks.stop_after_block and self.done_B.all()):
+        if blocks.count(None) == len(blocks) or (self.config.quirks.stop_after_block and self.done_B.all()):
             return None
         if self._at is None or blocks != self._at.blocks:
             self._begin(blocks)
         others = self._at.generated if self._edits_tokens else None
         scored = Scored.of(self._candidates(), self.holes_BT.shape[1], others)
-        launched = Launched(scored, self._predict(scored), self.progress.quotas())
+        launched = Launched(scored, rate(self._predict(scored), self.config), self.progress.quotas())
         # Meanwhile the device works.
         if self._next is None or self._next.blocks != following(blocks):
             self._next = self.canvas.at_hand(following(blocks))
@@ -166,8 +162,8 @@ class DenoisingRun:
 
     def _finish(self, launched: Launched) -> Change:
         """Wait for a pass, and commit and edit tokens; until the next pass is launched the device waits."""
-        scored, predictions, quotas = launched
-        judged = judge(predictions, self.config)
+        scored, rated, quotas = launched
+        judged = judge(rated, self.config)
         chosen = select_commits(judged, scored, quotas, self.config)
         edited = self._edited(judged, scored) if self._edits_tokens else []
         # The mask token is chosen with a quirk only, and fills nothing.
@@ -245,7 +241,8 @@ class DenoisingRun:
             self._check_ids(self.known_vocabulary)
         ordinals_N = None
         if tells_first_tokens_apart(self.config):
-            ordinals_N = on_device(self.ordinals_BT.flatten()[scored.places], logits_NV.device)
+            ordinals_BT = self.canvas.holes_BT.cumsum(dim=1) - 1
+            ordinals_N = on_device(ordinals_BT.flatten()[scored.places], logits_NV.device)
         return predict(
             logits_NV,
             ordinals_N,

@@ -7,11 +7,12 @@ Shape letters: B rows, T canvas positions, N scored positions of all rows in row
 
 from collections.abc import Sequence
 from ctypes import c_float
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from math import isclose, isnan
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.noise import gumbel
@@ -40,8 +41,8 @@ class Scored(NamedTuple):
     ) -> "Scored":
         """Places that may be committed, by row, and others that are scored as well."""
         if others is None:
-            ends = list(accumulate(map(len, candidates), initial=0))
-            return cls(list(chain.from_iterable(candidates)), [range(*bounds) for bounds in pairwise(ends)], width)
+            ends = [0, *accumulate(map(len, candidates))]
+            return cls(list(chain.from_iterable(candidates)), list(map(range, ends, ends[1:])), width)
         rows = [sorted({*row, *other}) for row, other in zip(candidates, others, strict=True)]
         places = list(chain.from_iterable(rows))
         number_of = {place: number for number, place in enumerate(places)}
@@ -66,13 +67,8 @@ class Judged(NamedTuple):
     probabilities: list[float]
 
 
-def judge(predictions: Predictions, config: SamplerConfig) -> Judged:
-    """Score predictions and bring them to the CPU: the one time in a step that it waits for the device.
-
-    Raises:
-        ValueError: the model's logits leave no token to choose: there are NaN among them, or no finite one; or a
-            policy gives NaN.
-    """
+def rate(predictions: Predictions, config: SamplerConfig) -> Tensor:
+    """What ``judge`` reads, float64 [2, N] or [3, N] on the model's device: tokens, probabilities, and other scores."""
     scores_N = REMASKING_POLICIES[config.remasking](predictions)
     if config.remasking_temperature > 0:
         # The largest of score / T plus Gumbel noise are a draw without replacement (Kool et al. 2019).
@@ -82,7 +78,17 @@ def judge(predictions: Predictions, config: SamplerConfig) -> Judged:
     probabilities_N = predictions.chosen_probability()
     values = [predictions.tokens_N, probabilities_N] + [scores_N] * (scores_N is not probabilities_N)
     # float64 holds every token id, and float32 without rounding.
-    tokens, probabilities, *others = torch.stack([values_N.double() for values_N in values]).cpu().tolist()
+    return torch.stack([values_N.double() for values_N in values])
+
+
+def judge(rated: Tensor, config: SamplerConfig) -> Judged:
+    """Bring ``rate``'s numbers to the CPU: the one time in a step that it waits for the device.
+
+    Raises:
+        ValueError: the model's logits leave no token to choose: there are NaN among them, or no finite one; or a
+            policy gives NaN.
+    """
+    tokens, probabilities, *others = rated.tolist()
     scores = others[0] if others else probabilities
     if isnan(sum(probabilities)):
         raise ValueError(

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
 from nemo_dllm.collections.diffusion.sampling.selection import Scored
 
 
@@ -44,12 +43,12 @@ class Launched(NamedTuple):
 
     Attributes:
         scored: what is scored.
-        predictions: what comes of it.
+        rated: what comes of it, see ``rate``.
         quotas: as of ``Progress``.
     """
 
     scored: Scored
-    predictions: Predictions
+    rated: Tensor
     quotas: list[int]
 
 

@@ -25,7 +25,8 @@ def text_end(tokens: Sequence[int], config: SamplerConfig, decode: Decode | None
         config: end tokens and stop strings are read.
         decode: token ids -> text; needed for stop strings.
     """
-    ends = [index + 1 for index, token in enumerate(tokens) if token in config.end_token_ids][:1]
+    end_ids = config.end_token_ids
+    ends = [index + 1 for index, token in enumerate(tokens) if token in end_ids][:1]
     if config.stop_strings:
 
         def stops(count: int) -> bool:
