@@ -17,20 +17,6 @@ from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_o
 BLOCK_ORIGINS = ("prompt", "sequence")
 
 
-class AtHand(NamedTuple):
-    """Blocks that rows work on.
-
-    Attributes:
-        blocks: of each row, None where it has nothing to do.
-        active_BT: bool, their positions.
-        generated: by row, places of theirs that are filled or to be filled, ascending.
-    """
-
-    blocks: Sequence[int | None]
-    active_BT: Tensor
-    generated: list[list[int]]
-
-
 class Canvas(NamedTuple):
     """What stays the same during a run; on the CPU, where the run does its bookkeeping.
 
@@ -58,11 +44,6 @@ class Canvas(NamedTuple):
     def before(self, blocks: Sequence[int | None]) -> Tensor:
         """Positions of earlier blocks of each row, bool; none of a row with None."""
         return self.keys_BT & (self.blocks_BT < _numbers(blocks))
-
-    def at_hand(self, blocks: Sequence[int | None]) -> AtHand:
-        """As ``at``, with what steps ask for."""
-        active_BT = self.at(blocks)
-        return AtHand(blocks, active_BT, places_by_row(self.holes_BT & active_BT))
 
     @classmethod
     def join_rows(cls, picked: Sequence[Picked]) -> "Canvas":

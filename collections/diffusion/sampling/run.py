@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from nemo_dllm.collections.diffusion.sampling.at_hand import AtHand
 from nemo_dllm.collections.diffusion.sampling.blocks import (
     Canvas,
     before_hole,
@@ -37,7 +38,7 @@ from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
 from nemo_dllm.collections.diffusion.sampling.scoring import build_scorer
 from nemo_dllm.collections.diffusion.sampling.selection import Judged, Scored, above, judge, rate, select_commits
 from nemo_dllm.collections.diffusion.sampling.step import Change, DenoiseStep, Launched
-from nemo_dllm.collections.diffusion.sampling.stopping import TextEnds, first_ends
+from nemo_dllm.collections.diffusion.sampling.stopping import TextEnds
 from nemo_dllm.collections.diffusion.sampling.token_choice import (
     check_given_tokens,
     check_token_ids,
@@ -88,7 +89,6 @@ class DenoisingRun:
         self.progress = Progress(canvas.holes_BT, canvas.blocks_BT, config, lockstep)
         self.score = build_scorer(model, self.tokens_BT, canvas, mask_token_id, config, self.device)
         self.done_B = torch.zeros(len(tokens_BT), dtype=torch.bool)
-        self._at = self._next = None
 
     @property
     def row_parts(self) -> tuple[Any, ...]:
@@ -112,6 +112,7 @@ class DenoisingRun:
     @torch.no_grad()
     def encode(self) -> None:
         """Encode what comes before the blocks at hand; the next step would do it otherwise."""
+        self._restart()
         self._begin(self.progress.blocks())
 
     @torch.no_grad()
@@ -126,7 +127,7 @@ class DenoisingRun:
                 device works while the caller does; where that fails, the step comes first. Rows must not be joined
                 after such a step. None is never.
         """
-        self._at = self._next = None
+        self._restart()
         step = 0
         launched = self._launch(abandoned)
         while launched is not None:
@@ -155,9 +156,9 @@ class DenoisingRun:
         others = self._at.generated if self._edits_tokens else None
         scored = Scored.of(self._candidates(), self.holes_BT.shape[1], others)
         launched = Launched(scored, rate(self._predict(scored), self.config), self.progress.quotas())
-        # Meanwhile the device works.
+        # Meanwhile the device works, and nobody writes to these.
         if self._next is None or self._next.blocks != following(blocks):
-            self._next = self.canvas.at_hand(following(blocks))
+            self._next = self._look_at(following(blocks))
         return launched
 
     def _finish(self, launched: Launched) -> Change:
@@ -217,15 +218,20 @@ class DenoisingRun:
             check_token_ids(self.config, self.mask_token_id, vocabulary)
         check_given_tokens(self.tokens_BT, vocabulary)
 
+    def _restart(self) -> None:
+        """Look at the canvas anew; by place, which takes less than tensors for a few of them."""
+        self._at = self._next = None
+        self._tokens_N, self._holes_N = (x_BT.numpy().reshape(-1) for x_BT in (self.tokens_BT, self.holes_BT))
+
     def _begin(self, blocks: list[int | None]) -> None:
         """Let rows move on to these blocks; those with None have nothing to do."""
         self.score.begin(self.tokens_BT, blocks)
         is_next = self._next is not None and self._next.blocks == blocks
-        self._at = self._next if is_next else self.canvas.at_hand(blocks)
-        # By place, which takes less than tensors for a few of them.
-        self._tokens_N, self._holes_N = (x_BT.numpy().reshape(-1) for x_BT in (self.tokens_BT, self.holes_BT))
-        self._open = [[place for place in row if self._holes_N[place]] for row in self._at.generated]
-        self._end_of = first_ends(self._tokens_N, self._holes_N, self._at.generated, self._end_ids)
+        self._at = self._next if is_next else self._look_at(blocks)
+        self._open, self._end_of = self._at.open, self._at.ends
+
+    def _look_at(self, blocks: list[int | None]) -> AtHand:
+        return AtHand.of(self.canvas, blocks, self._tokens_N, self._holes_N, self._end_ids)
 
     def _candidates(self) -> list[list[int]]:
         """Places that may be filled, by row."""
@@ -274,9 +280,7 @@ class DenoisingRun:
 
     def _ended(self, unsettled_BT: Tensor | None) -> list[bool]:
         """Rows whose text has ended."""
-        if not self._end_ids:
-            return []
-        if self._looks_at_whole_texts:
+        if self._end_ids and self._looks_at_whole_texts:
             return self.ends.ended(self.tokens_BT, self._settled(unsettled_BT))
         if not self._end_of:
             return []
