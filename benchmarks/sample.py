@@ -70,7 +70,8 @@ class TimedDenoiser:
     """A denoiser whose passes are timed."""
 
     def __init__(self, model: MegatronDenoiser):
-        self.clock, self.new_cache = Clock(), model.new_cache
+        self.clock, self.new_cache, self.nearly_done = Clock(), model.new_cache, model.nearly_done
+        self.vocabulary_size = model.vocabulary_size
         for name in ("score_positions", "denoise", "commit", "score_and_keep", "commit_and_score"):
             setattr(self, name, partial(self.clock, getattr(model, name)))
 

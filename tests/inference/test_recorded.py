@@ -78,14 +78,13 @@ def loaded(single_process):
 @pytest.fixture
 def both(loaded, monkeypatch):
     """The denoiser that records up to 40 tokens, above 6 of a row over a multiple of 6, and the one that does not."""
-    from nemo_dllm.collections.diffusion.inference import cached
-    from nemo_dllm.collections.diffusion.inference.cache_pool import CachePool
+    from nemo_dllm.collections.diffusion.inference import cache_pool, cached
 
     class Recording(cached.MegatronDenoiser):
         def __init__(self, *arguments, **named):
             super().__init__(*arguments, **named)
             self.reruns = Reruns()
-            pool = CachePool(self.reruns, torch.device("cpu"), most_bytes=1 << 26)
+            pool = cache_pool.CachePool(self.reruns, torch.device("cpu"), most_bytes=1 << 26)
             self._recorded = cached.Recorded(cached.RecordedPasses(self.reruns), pool)
 
         def new_cache(self, rows, positions):
@@ -94,7 +93,7 @@ def both(loaded, monkeypatch):
         def _is_recorded(self, device, tokens):
             return tokens <= cached.RECORDED_AT_ONCE
 
-    monkeypatch.setattr(cached, "RECORDED_LENGTHS", 6)
+    monkeypatch.setattr(cache_pool, "RECORDED_LENGTHS", 6)
     monkeypatch.setattr(cached, "RECORDED_AT_ONCE", 40)
     return Recording(loaded.core, 4), cached.MegatronDenoiser(loaded.core, 4, record=False)
 
@@ -188,7 +187,7 @@ def test_caches_that_come_and_go_and_join_in_any_order(both, seed):
 
 def test_passes_that_come_once_in_a_text_are_not_recorded(both, loaded, monkeypatch):
     """Each pass of a delayed cache is shorter than the one before; only some lengths come more than once."""
-    monkeypatch.setattr("nemo_dllm.collections.diffusion.inference.cached.RECORDED_LENGTHS", 64)
+    monkeypatch.setattr("nemo_dllm.collections.diffusion.inference.cache_pool.RECORDED_LENGTHS", 64)
     model, config = both[0], SamplerConfig(max_new_tokens=30, block_size=30, cache="approximate_delayed")
     for _ in range(4):
         before = model.reruns.recorded
@@ -290,15 +289,18 @@ def test_no_garbage_is_collected_while_a_pass_is_recorded():
 
 
 def test_lengths_that_passes_are_recorded_over():
-    from nemo_dllm.collections.diffusion.inference.cached import _recorded_length
+    from nemo_dllm.collections.diffusion.inference.cache_pool import recorded_length
 
+    lengths = partial(recorded_length, varies=True)
     # Those of blocks are their own.
-    assert [_recorded_length(length) for length in (1, 2, 3, 4, 8, 16, 32)] == [1, 2, 3, 4, 8, 16, 32]
-    assert sorted({_recorded_length(length) for length in range(17, 513)}) == [24, 32, 48, *range(64, 513, 64)]
-    assert sorted({_recorded_length(length) for length in range(513, 4097)}) == [
+    assert [lengths(length) for length in (1, 2, 3, 4, 8, 16, 32)] == [1, 2, 3, 4, 8, 16, 32]
+    assert sorted({lengths(length) for length in range(17, 513)}) == [24, 32, 48, *range(64, 513, 64)]
+    assert sorted({lengths(length) for length in range(513, 4097)}) == [
         *(640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
     ]
-    assert all(length <= _recorded_length(length) < 1.5 * length for length in range(5, 65))
+    assert all(length <= lengths(length) < 1.5 * length for length in range(5, 65))
+    as_it_is = partial(recorded_length, varies=False)
+    assert [as_it_is(length) for length in (1, 5, 17, 63, 64, 65, 130)] == [1, 5, 17, 63, 64, 128, 192]
 
 
 class Sum:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nemo_dllm.collections.diffusion.sampling import SamplerConfig, denoise
-from nemo_dllm.collections.diffusion.sampling.blocks import works_apart
+from nemo_dllm.collections.diffusion.sampling.device import works_apart
 from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES, confidence
 
 M = 9

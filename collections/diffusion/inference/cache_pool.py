@@ -28,6 +28,8 @@ KEPT = 8
 """Memories of a pool that wait for a cache, at most."""
 SHARE = 8
 """They take at most one in so many bytes of the device."""
+RECORDED_LENGTHS = 64
+"""Longer passes with a cache are recorded over a multiple of so many positions at least, the last ones idle."""
 
 
 @dataclass(eq=False)
@@ -118,6 +120,20 @@ def _rows_for(rows: int) -> int:
 def multiple_of(least: int, of: int) -> int:
     """The least multiple of a number that is not below another one."""
     return -(-least // of) * of
+
+
+def recorded_length(length: int, *, varies: bool) -> int:
+    """The length that passes of about so many positions are recorded over: there are two to an octave, or four.
+
+    Args:
+        length: of a pass.
+        varies: short ones are recorded as they are unless their lengths do.
+    """
+    if not varies and length <= RECORDED_LENGTHS:
+        return length
+    octave = 1 << (length - 1).bit_length()
+    step = octave // 4 if length <= RECORDED_LENGTHS else max(octave // 8, RECORDED_LENGTHS)
+    return multiple_of(length, max(step, 1))
 
 
 class PooledCache(KVCache):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.attention.masks import Bidirectional, BlockCausal
-from nemo_dllm.collections.diffusion.inference.cache_pool import SHARE, CachePool, PooledCache, multiple_of
+from nemo_dllm.collections.diffusion.inference.cache_pool import SHARE, CachePool, PooledCache, recorded_length
 from nemo_dllm.collections.diffusion.inference.cache_views import See, see_all, see_held
 from nemo_dllm.collections.diffusion.inference.recorded import RecordedPasses, Recorder
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore
@@ -22,8 +22,6 @@ COMMITTED_AT_ONCE = 1 << 15
 """Tokens that one pass encodes, of all rows together: what their layers hold meanwhile grows with it."""
 RECORDED_AT_ONCE = 1 << 12
 """Tokens of a pass, of all rows together, up to which launching it takes longer than running it."""
-RECORDED_LENGTHS = 64
-"""Longer passes with a cache are recorded over a multiple of so many positions at least, the last ones idle."""
 FULL_PASS = 256
 """Tokens of a pass that keep a GPU busy: with fewer it reads the weights for longer than it computes."""
 
@@ -57,6 +55,7 @@ class MegatronDenoiser:
         one_rank = config.tensor_model_parallel_size == config.pipeline_model_parallel_size == 1
         self._records = record and one_rank and not config.num_moe_experts
         self._recorded: Recorded | None = None
+        self._encoded: torch.cuda.Event | None = None
 
     @property
     def vocabulary_size(self) -> int:
@@ -82,7 +81,7 @@ class MegatronDenoiser:
         Raises:
             ValueError: with ``causal_commits``: no mask says where the block at hand begins.
         """
-        return self.core.logits(self._encode(tokens_BT, key_mask_BT))
+        return self._logits(self._encode(tokens_BT, key_mask_BT))
 
     @torch.no_grad()
     def score_positions(
@@ -90,7 +89,18 @@ class MegatronDenoiser:
     ) -> Tensor:
         """As a call, but the logits [N, V] of some entries of the canvas only; see ``DenoiserFn``."""
         at_N = positions_N * len(tokens_BT) + rows_N
-        return self.core.logits(self._encode(tokens_BT, key_mask_BT), at_N)
+        return self._logits(self._encode(tokens_BT, key_mask_BT), at_N)
+
+    def nearly_done(self) -> None:
+        """Wait until the last pass is through all layers; what the head takes is what is left. See ``DenoiserFn``."""
+        if self._encoded is not None:
+            self._encoded.synchronize()
+
+    def _logits(self, hidden_TBH: Tensor, at_N: Tensor | None = None) -> Tensor:
+        """Logits of hidden states; on a GPU what comes before them is marked."""
+        if hidden_TBH.is_cuda:
+            self._encoded = torch.cuda.current_stream(hidden_TBH.device).record_event(self._encoded)
+        return self.core.logits(hidden_TBH, at_N)
 
     def _encode(self, tokens_BT: Tensor, key_mask_BT: Tensor | None) -> Tensor:
         """Hidden states [T, B, H] of a canvas."""
@@ -133,7 +143,7 @@ class MegatronDenoiser:
             return self.core.encode(tokens_BL, positions_BL, see(cache, window))
 
         hidden_LBH = self._run_with(cache, "denoise", run, tokens_BL, positions_BL, key_mask_BL)
-        return self.core.logits(hidden_LBH[: tokens_BL.size(1), : len(tokens_BL)])
+        return self._logits(hidden_LBH[: tokens_BL.size(1), : len(tokens_BL)])
 
     @torch.no_grad()
     def score_and_keep(
@@ -185,7 +195,7 @@ class MegatronDenoiser:
             return hidden_LBH
 
         hidden_LBH = self._run_with(cache, name, run, *inputs_BL)
-        return self.core.logits(hidden_LBH, columns_N * hidden_LBH.size(1) + rows_N)
+        return self._logits(hidden_LBH, columns_N * hidden_LBH.size(1) + rows_N)
 
     @torch.no_grad()
     def commit(
@@ -236,9 +246,7 @@ class MegatronDenoiser:
         if len(cache.memory.layers) < len(self.core.decoder.layers):
             return run(see_held, *inputs_BL)
         (given_rows, given_length), rows = tokens_BL.shape, len(cache.held_BS)
-        length = given_length
-        if name == "commit" or length > RECORDED_LENGTHS:
-            length = _recorded_length(length)
+        length = recorded_length(given_length, varies=name == "commit")
         if not self._is_recorded(tokens_BL.device, rows * length):
             return run(see_held, *inputs_BL)
         if (rows, length) != tokens_BL.shape:
@@ -285,10 +293,3 @@ def _whole_blocks(blocks_BL: Tensor, key_mask_BL: Tensor, longest: int) -> list[
             parts.append(slice(start, cut))
             start = cut
     return parts
-
-
-def _recorded_length(length: int) -> int:
-    """The length that passes of about so many positions are recorded over: there are two to an octave, or four."""
-    octave = 1 << (length - 1).bit_length()
-    step = octave // 4 if length <= RECORDED_LENGTHS else max(octave // 8, RECORDED_LENGTHS)
-    return multiple_of(length, max(step, 1))

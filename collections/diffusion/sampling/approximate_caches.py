@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, on_device, put, rows_and_columns, window_entries
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, put, rows_and_columns, window_entries
 from nemo_dllm.collections.diffusion.sampling.cached_scorer import CachedScorer
+from nemo_dllm.collections.diffusion.sampling.device import on_device
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
 
@@ -94,6 +95,9 @@ class DelayedCache(CachedScorer):
 
     def begin(self, tokens_BT: Tensor, blocks: Sequence[int | None]) -> None:
         """Blocks make no difference."""
+
+    def rehearse(self, tokens_BT: Tensor, places: Sequence[int]) -> None:
+        """Nothing: a step begins with much more than that of other caches."""
 
     def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor:
         scored_BT = put(torch.zeros_like(self._canvas.keys_BT), places, True)

@@ -15,10 +15,10 @@ from nemo_dllm.collections.diffusion.sampling.blocks import (
     Canvas,
     Window,
     gather_window,
-    on_device,
     rows_and_columns,
     window_entries,
 )
+from nemo_dllm.collections.diffusion.sampling.device import on_device
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, join_attribute
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
 
@@ -69,18 +69,21 @@ class CachedScorer:
         joined._cache = join_attribute(picked, "_cache", canvas.keys_BT.shape[1])
         return joined
 
+    def rehearse(self, tokens_BT: Tensor, places: Sequence[int]) -> None:
+        """What a step begins with."""
+        self._tokens_of(self._pass, tokens_BT)
+
     def _pass_over(self, chosen_BT: Tensor) -> Pass:
         """A pass over these positions."""
-        window = gather_window(chosen_BT)
-        positions_BL, blocks_BL = (x.gather(1, window.index_BL) for x in (self._positions_BT, self._canvas.blocks_BT))
-        given = (on_device(x_BL, self._device) for x_BL in (positions_BL, window.valid_BL, blocks_BL))
-        rows, width = chosen_BT.shape
+        window, (rows, width) = gather_window(chosen_BT), chosen_BT.shape
         places_BL = window.index_BL.numpy() + numpy.arange(0, rows * width, width)[:, None]
+        positions_BL, blocks_BL = (_at(places_BL, x_BT) for x_BT in (self._positions_BT, self._canvas.blocks_BT))
+        given = (on_device(x_BL, self._device) for x_BL in (positions_BL, window.valid_BL, blocks_BL))
         return Pass(chosen_BT, window, places_BL, *given)
 
     def _tokens_of(self, at: Pass, tokens_BT: Tensor) -> Tensor:
         """Int64 [B, L], on the model's device."""
-        return on_device(torch.from_numpy(tokens_BT.numpy().reshape(-1)[at.places_BL]), self._device)
+        return on_device(_at(at.places_BL, tokens_BT), self._device)
 
     def _take(self, chosen_BT: Tensor, shifted: bool) -> None:
         """Let ``_denoise`` give these positions to the model; ``shifted`` as of ``window_entries``."""
@@ -100,3 +103,8 @@ class CachedScorer:
         if len(entries_N) == rows * length and (entries_N == numpy.arange(rows * length)).all():
             return logits_BLV.flatten(0, 1)
         return logits_BLV[rows_and_columns(entries_N, length, self._device)]
+
+
+def _at(places_BL: numpy.ndarray, x_BT: Tensor) -> Tensor:
+    """What is at some places of a canvas, [B, L]."""
+    return torch.from_numpy(x_BT.numpy().reshape(-1)[places_BL])

@@ -13,11 +13,11 @@ from torch import Tensor
 from nemo_dllm.collections.diffusion.sampling.blocks import (
     Canvas,
     following,
-    on_device,
     rows_and_columns,
     window_entries,
 )
 from nemo_dllm.collections.diffusion.sampling.cached_scorer import CachedScorer, Pass
+from nemo_dllm.collections.diffusion.sampling.device import on_device
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser
 
@@ -74,9 +74,9 @@ class CommittedBlocks(CachedScorer):
             self._joint = joint
             return
         active_BT, pending_BT = self._canvas.at(blocks), self._pending(blocks)
-        if pending_BT.any():
+        if pending_BT.numpy().any():
             # Prompts, which are longer, would have blocks of other rows ride along as padding.
-            longest_pending, longest = (chosen_BT.sum(dim=1).max() for chosen_BT in (pending_BT, active_BT))
+            longest_pending, longest = (chosen_BT.numpy().sum(axis=1).max() for chosen_BT in (pending_BT, active_BT))
             if self._can_join_passes and longest_pending <= longest:
                 self._joint = self._join_passes(pending_BT, active_BT)
                 return
@@ -142,7 +142,7 @@ class CommittedBlocks(CachedScorer):
         index_BL, valid_BL = over.window
         kept_BL = on_device(finished_BT.gather(1, index_BL) & valid_BL, self._device)
         entries_BT = window_entries(over.chosen_BT, index_BL.shape[1], right_shift=False)
-        places = (active_BT & self._canvas.holes_BT).flatten().nonzero()[:, 0].tolist()
+        places = (active_BT & self._canvas.holes_BT).numpy().reshape(-1).nonzero()[0].tolist()
         return JointPass(over, finished_BT, kept_BL, entries_BT, places, self._entries(places, entries_BT, over))
 
     def _entries(self, places: Sequence[int], entries_BT: Tensor, over: Pass) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,9 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, block_indices, works_apart
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, block_indices
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
+from nemo_dllm.collections.diffusion.sampling.device import works_apart
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
 from nemo_dllm.collections.diffusion.sampling.noise import GlobalNoise, RowNoise
 from nemo_dllm.collections.diffusion.sampling.run import DenoisingRun

@@ -17,6 +17,9 @@ class DenoiserFn(Protocol):
     A model may have a method ``score_positions(tokens_BT, rows_N, positions_N, *, key_mask_BT)`` as well, which returns
     the logits [N, V] of the named entries alone: those of a whole canvas take more memory than the model. With an
     attribute ``vocabulary_size``, V, token ids outside of it are refused before they reach the model.
+
+    A model that works apart from the CPU may have a method ``nearly_done()``, which returns when the last pass that it
+    was given is about to end, a few tenths of a millisecond before. The sampler then warms up for the next one.
     """
 
     def __call__(self, tokens_BT: Tensor, *, key_mask_BT: Tensor | None) -> Tensor:

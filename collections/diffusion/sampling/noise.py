@@ -5,6 +5,7 @@ Shape letters: B rows, T positions.
 
 from collections.abc import Sequence
 from copy import copy
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,6 +29,20 @@ def row_seed(seed: int, row_id: int) -> int:
     return mixed >> 1
 
 
+class _Draws:
+    """Numbers of one row. Their generator, which takes its time on a GPU, is made where the first are drawn."""
+
+    def __init__(self, seed: int, device: torch.device):
+        self._seed, self._device = seed, device
+
+    @cached_property
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self._device).manual_seed(self._seed)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self._generator, dtype=torch.float64, device=self._device)
+
+
 class RowNoise:
     """One generator per row, so that a row draws the same numbers whatever it is batched with.
 
@@ -42,25 +57,20 @@ class RowNoise:
             seeds = int(torch.randint(1 << 62, ()))
         if isinstance(seeds, int):
             seeds = [seeds] * len(row_ids)
-        self._generators = [
-            torch.Generator(device).manual_seed(row_seed(seed, row_id))
-            for seed, row_id in zip(seeds, row_ids, strict=True)
-        ]
+        self._draws = [_Draws(row_seed(seed, row_id), device) for seed, row_id in zip(seeds, row_ids, strict=True)]
 
     @classmethod
     def join_rows(cls, picked: Sequence[Picked]) -> "RowNoise":
         """The noise of rows of several runs, which go on with the numbers that they have not drawn yet."""
         joined = copy(picked[0].part)
-        joined._generators = pick_items(attribute_of(picked, "_generators"))
+        joined._draws = pick_items(attribute_of(picked, "_draws"))
         return joined
 
     def uniform(self, positions_BT: Tensor, *shape: int) -> Tensor:
         """Float64 numbers in [0, 1), one tensor of ``shape`` for each True of ``positions_BT``, in row-major order."""
-        draws = [
-            torch.rand(count, *shape, generator=generator, dtype=torch.float64, device=generator.device)
-            for count, generator in zip(positions_BT.sum(dim=1).tolist(), self._generators, strict=True)
-        ]
-        return draws[0] if len(draws) == 1 else torch.cat(draws)
+        counts = positions_BT.sum(dim=1).tolist()
+        drawn = [draws.uniform(count, *shape) for count, draws in zip(counts, self._draws, strict=True)]
+        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
 class GlobalNoise:

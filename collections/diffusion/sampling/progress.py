@@ -9,6 +9,7 @@ from copy import copy
 from math import ceil
 from typing import Literal
 
+import numpy
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
@@ -16,7 +17,7 @@ from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_o
 from nemo_dllm.collections.diffusion.sampling.transfer import SCHEDULES
 
 
-def block_plan(holes_T: Tensor, blocks_T: Tensor, config: SamplerConfig) -> list[tuple[int, list[int]]]:
+def block_plan(holes_T: numpy.ndarray, blocks_T: numpy.ndarray, config: SamplerConfig) -> list[tuple[int, list[int]]]:
     """The blocks of one row that have holes, each with the tokens that its steps commit.
 
     ``config.steps`` is split evenly over these blocks and rounded up. Without steps the counts are empty, which stands
@@ -50,9 +51,7 @@ class Progress:
     def __init__(
         self, holes_BT: Tensor, blocks_BT: Tensor, config: SamplerConfig, lockstep: Literal["turn", "block"] | None
     ):
-        self._plans = [
-            deque(block_plan(holes_T, blocks_T, config)) for holes_T, blocks_T in zip(holes_BT, blocks_BT, strict=True)
-        ]
+        self._plans = [deque(block_plan(*row, config)) for row in zip(holes_BT.numpy(), blocks_BT.numpy(), strict=True)]
         self._turns = [0] * len(self._plans)
         self._passes = [0] * len(self._plans)
         self._post_passes = [0] * len(self._plans)

@@ -20,14 +20,13 @@ from torch import Tensor
 from nemo_dllm.collections.diffusion.sampling.at_hand import AtHand
 from nemo_dllm.collections.diffusion.sampling.blocks import (
     Canvas,
-    before_hole,
     following,
     gather_window,
-    on_device,
     places_by_row,
     put,
 )
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
+from nemo_dllm.collections.diffusion.sampling.device import OnItsWay, on_device, works_apart
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, join_attribute, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
 from nemo_dllm.collections.diffusion.sampling.noise import GlobalNoise, RowNoise
@@ -36,14 +35,17 @@ from nemo_dllm.collections.diffusion.sampling.progress import Progress
 from nemo_dllm.collections.diffusion.sampling.quirks import ReferenceQuirks
 from nemo_dllm.collections.diffusion.sampling.remasking import Predictions
 from nemo_dllm.collections.diffusion.sampling.scoring import build_scorer
-from nemo_dllm.collections.diffusion.sampling.selection import Judged, Scored, above, judge, rate, select_commits
-from nemo_dllm.collections.diffusion.sampling.step import Change, DenoiseStep, Launched
+from nemo_dllm.collections.diffusion.sampling.selection import Scored, judge, rate, select_commits, select_edits
+from nemo_dllm.collections.diffusion.sampling.step import Change, DenoiseStep, Launched, settled
 from nemo_dllm.collections.diffusion.sampling.stopping import TextEnds
 from nemo_dllm.collections.diffusion.sampling.token_choice import (
     check_given_tokens,
     check_token_ids,
     tells_first_tokens_apart,
 )
+
+REHEARSED = 64
+"""Positions of a step at most where its bookkeeping is rehearsed: that of more takes longer than is left of a pass."""
 
 
 class DenoisingRun:
@@ -89,6 +91,7 @@ class DenoisingRun:
         self.progress = Progress(canvas.holes_BT, canvas.blocks_BT, config, lockstep)
         self.score = build_scorer(model, self.tokens_BT, canvas, mask_token_id, config, self.device)
         self.done_B = torch.zeros(len(tokens_BT), dtype=torch.bool)
+        self._nearly_done = getattr(model, "nearly_done", None) if works_apart(self.device) else None
 
     @property
     def row_parts(self) -> tuple[Any, ...]:
@@ -138,9 +141,9 @@ class DenoisingRun:
                 launched = self._launch(abandoned) if is_ahead else None
             except Exception:
                 # Of another pass: what this one has found comes first.
-                yield self._seen(step, change)
+                yield DenoiseStep.of(self.canvas, self.tokens_BT, self.holes_BT, step, change)
                 raise
-            yield self._seen(step, change)
+            yield DenoiseStep.of(self.canvas, self.tokens_BT, self.holes_BT, step, change)
             if not is_ahead:
                 launched = self._launch(abandoned)
 
@@ -153,9 +156,9 @@ class DenoisingRun:
             return None
         if self._at is None or blocks != self._at.blocks:
             self._begin(blocks)
-        others = self._at.generated if self._edits_tokens else None
-        scored = Scored.of(self._candidates(), self.holes_BT.shape[1], others)
-        launched = Launched(scored, rate(self._predict(scored), self.config), self.progress.quotas())
+        scored = self._scored()
+        rated = OnItsWay(rate(self._predict(scored), self.config))
+        launched = Launched(scored, rated, self.progress.quotas())
         # Meanwhile the device works, and nobody writes to these.
         if self._next is None or self._next.blocks != following(blocks):
             self._next = self._look_at(following(blocks))
@@ -164,9 +167,12 @@ class DenoisingRun:
     def _finish(self, launched: Launched) -> Change:
         """Wait for a pass, and commit and edit tokens; until the next pass is launched the device waits."""
         scored, rated, quotas = launched
+        if self._nearly_done is not None and len(scored.places) <= REHEARSED:
+            self._nearly_done()
+            self._rehearse(scored, quotas)
         judged = judge(rated, self.config)
         chosen = select_commits(judged, scored, quotas, self.config)
-        edited = self._edited(judged, scored) if self._edits_tokens else []
+        edited = select_edits(judged, scored, self._tokens_N, self.config) if self._edits_tokens else []
         # The mask token is chosen with a quirk only, and fills nothing.
         filled = [n for n in chosen if judged.tokens[n] != self.mask_token_id]
         committed = self._fill(scored.at(filled), [judged.tokens[n] for n in filled])
@@ -181,6 +187,15 @@ class DenoisingRun:
             if unsettled_BT is not None:
                 unsettled_BT = unsettled_BT & ~torch.tensor(ended)[:, None]
         return Change(committed, scored.at(edited), unsettled_BT)
+
+    def _rehearse(self, scored: Scored, quotas: list[int]) -> None:
+        """Do much of what follows a pass, to no effect, while the device still works: since the last pass, other
+        programs have driven it out of the CPU's caches, which makes it take three times as long."""
+        judged = judge(torch.zeros(2, len(scored.places), dtype=torch.float64), self.config)
+        scored.at(select_commits(judged, scored, quotas, self.config))
+        self._fill([], [])
+        self.progress.quotas()
+        self.score.rehearse(self.tokens_BT, self._scored().places)
 
     def _fill(self, places: list[int], tokens: list[int]) -> list[int]:
         """Write tokens to candidates; returns those that were holes, which with a quirk not all of them are."""
@@ -206,13 +221,6 @@ class DenoisingRun:
             self.done_B |= torch.tensor(finished) & ends_B
         return finished
 
-    def _seen(self, step: int, change: Change) -> DenoiseStep:
-        """What a step shows of the canvas, as it is until the next pass is finished."""
-        committed_BT = put(torch.zeros_like(self.holes_BT), change.committed, True)
-        edited_BT = put(torch.zeros_like(self.holes_BT), change.edited, True) if self._edits_tokens else None
-        settled_BT = self._settled(change.unsettled_BT)
-        return DenoiseStep(self.tokens_BT.clone(), self.holes_BT.clone(), committed_BT, step, edited_BT, settled_BT)
-
     def _check_ids(self, vocabulary: int | None) -> None:
         if vocabulary is not None:
             check_token_ids(self.config, self.mask_token_id, vocabulary)
@@ -232,6 +240,10 @@ class DenoisingRun:
 
     def _look_at(self, blocks: list[int | None]) -> AtHand:
         return AtHand.of(self.canvas, blocks, self._tokens_N, self._holes_N, self._end_ids)
+
+    def _scored(self) -> Scored:
+        others = self._at.generated if self._edits_tokens else None
+        return Scored.of(self._candidates(), self.holes_BT.shape[1], others)
 
     def _candidates(self) -> list[list[int]]:
         """Places that may be filled, by row."""
@@ -266,22 +278,10 @@ class DenoisingRun:
         window = gather_window(self._at.active_BT)
         return drawn_BT.gather(1, window.index_BL) & window.valid_BL
 
-    def _edited(self, judged: Judged, scored: Scored) -> list[int]:
-        """Scored positions that are no candidates, and get another token than they have."""
-        before = self.tokens_BT.flatten()[scored.places].tolist()
-        editable = sorted(set(range(len(before))).difference(*scored.candidates))
-        sure = above(judged.probabilities, editable, self.config.editing_threshold)
-        return [n for n in sure if judged.tokens[n] != before[n]]
-
-    def _settled(self, unsettled_BT: Tensor | None) -> Tensor:
-        """Generated tokens with no hole before them, but for some, bool [B, T]."""
-        settled_BT = self.canvas.holes_BT & before_hole(self.holes_BT)
-        return settled_BT if unsettled_BT is None else settled_BT & ~unsettled_BT
-
     def _ended(self, unsettled_BT: Tensor | None) -> list[bool]:
         """Rows whose text has ended."""
         if self._end_ids and self._looks_at_whole_texts:
-            return self.ends.ended(self.tokens_BT, self._settled(unsettled_BT))
+            return self.ends.ended(self.tokens_BT, settled(self.canvas, self.holes_BT, unsettled_BT))
         if not self._end_of:
             return []
         # Blocks before those at hand are full.

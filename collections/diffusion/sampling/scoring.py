@@ -2,7 +2,8 @@
 
 A scorer is told the block of each row at hand where one of them moves on, ``begin(tokens_BT, blocks)``, and called
 for each step as (tokens_BT, places) -> logits_NV: the canvas, and the places to score, ascending (some of the active
-ones, counted row after row). The tensors that it gets are on the CPU, where looking into them costs little; the logits
+ones, counted row after row). ``rehearse`` does of a call, without any effect, what the CPU does before the model gets
+it; see ``DenoisingRun``. The tensors that it gets are on the CPU, where looking into them costs little; the logits
 are on the model's device, and it never waits for that. One whose rows can be moved between passes has ``join_rows``
 (see ``joining``), after which ``begin`` comes first.
 
@@ -19,9 +20,10 @@ import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.approximate_caches import ApproximateCache, DelayedCache
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, on_device
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas
 from nemo_dllm.collections.diffusion.sampling.committed_blocks import CommittedBlocks
 from nemo_dllm.collections.diffusion.sampling.config import DELAYED, SamplerConfig
+from nemo_dllm.collections.diffusion.sampling.device import on_device
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, join_attribute, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
 
@@ -34,6 +36,8 @@ class Scorer(Protocol):
     def begin(self, tokens_BT: Tensor, blocks: Sequence[int | None]) -> None: ...
 
     def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor: ...
+
+    def rehearse(self, tokens_BT: Tensor, places: Sequence[int]) -> None: ...
 
 
 class WholeCanvas:
@@ -54,13 +58,7 @@ class WholeCanvas:
         """Blocks make no difference."""
 
     def __call__(self, tokens_BT: Tensor, places: Sequence[int]) -> Tensor:
-        rows_N, positions_N = divmod(numpy.array(places), tokens_BT.shape[1])
-        if self._right_shift:
-            positions_N = (positions_N - 1).clip(0)
-        entries_2N = torch.from_numpy(numpy.array([rows_N, positions_N]))
-        rows_N, positions_N = on_device(entries_2N, self._device)
-        # A copy, for the canvas is written to.
-        tokens_BT = tokens_BT.to(self._device, non_blocking=True, copy=True)
+        tokens_BT, rows_N, positions_N = self._on_device(tokens_BT, places)
         if hasattr(self._model, "score_positions"):
             return self._model.score_positions(tokens_BT, rows_N, positions_N, key_mask_BT=self._key_mask_BT)
         logits_BTV = self._model(tokens_BT, key_mask_BT=self._key_mask_BT)
@@ -71,6 +69,20 @@ class WholeCanvas:
                 "[rows, positions, vocabulary]"
             )
         return logits_BTV[rows_N, positions_N]
+
+    def rehearse(self, tokens_BT: Tensor, places: Sequence[int]) -> None:
+        """What a step begins with."""
+        self._on_device(tokens_BT, places)
+
+    def _on_device(self, tokens_BT: Tensor, places: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """A copy of the canvas, and the rows and positions [N] to score, brought to the device as one."""
+        rows_N, positions_N = divmod(numpy.array(places), tokens_BT.shape[1])
+        if self._right_shift:
+            positions_N = (positions_N - 1).clip(0)
+        packed = numpy.concatenate([tokens_BT.numpy().reshape(-1), rows_N, positions_N])
+        sizes = [tokens_BT.numel(), len(places), len(places)]
+        tokens, rows_N, positions_N = on_device(torch.from_numpy(packed), self._device).split(sizes)
+        return tokens.view(tokens_BT.shape), rows_N, positions_N
 
 
 class Guided:
@@ -110,6 +122,11 @@ class Guided:
             for branch, branch_BT in self._branches(tokens_BT)
         )
         return unconditional_NV + (self._scale + 1) * (conditional_NV - unconditional_NV)
+
+    def rehearse(self, tokens_BT: Tensor, places: Sequence[int]) -> None:
+        """Each branch by itself."""
+        for branch, branch_BT in self._branches(tokens_BT):
+            branch.rehearse(branch_BT, places)
 
     def _branches(self, tokens_BT: Tensor) -> tuple[tuple[Scorer, Tensor], ...]:
         hidden_BT = tokens_BT.masked_fill(self._hidden_BT, self._mask_token_id)

@@ -11,10 +11,12 @@ from itertools import accumulate, chain
 from math import isclose, isnan
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
+from nemo_dllm.collections.diffusion.sampling.device import OnItsWay
 from nemo_dllm.collections.diffusion.sampling.noise import gumbel
 from nemo_dllm.collections.diffusion.sampling.remasking import REMASKING_POLICIES, Predictions
 
@@ -81,7 +83,7 @@ def rate(predictions: Predictions, config: SamplerConfig) -> Tensor:
     return torch.stack([values_N.double() for values_N in values])
 
 
-def judge(rated: Tensor, config: SamplerConfig) -> Judged:
+def judge(rated: Tensor | OnItsWay, config: SamplerConfig) -> Judged:
     """Bring ``rate``'s numbers to the CPU: the one time in a step that it waits for the device.
 
     Raises:
@@ -123,6 +125,20 @@ def select_commits(judged: Judged, scored: Scored, quotas: Sequence[int], config
         if config.factor is not None:
             chosen.update(_within_factor(judged.probabilities, row, config.factor))
     return sorted(chosen)
+
+
+def select_edits(judged: Judged, scored: Scored, tokens_N: numpy.ndarray, config: SamplerConfig) -> list[int]:
+    """Scored positions that are no candidates, and surely get another token than is there.
+
+    Args:
+        judged, scored: as of ``select_commits``.
+        tokens_N: all of the canvas, row after row.
+        config: ``editing_threshold`` is read.
+    """
+    before = tokens_N[scored.places].tolist()
+    editable = sorted(set(range(len(before))).difference(*scored.candidates))
+    sure = above(judged.probabilities, editable, config.editing_threshold)
+    return [n for n in sure if judged.tokens[n] != before[n]]
 
 
 def above(probabilities: Sequence[float], numbers: Sequence[int], threshold: float) -> list[int]:

@@ -4,10 +4,13 @@ Shape letters: B rows, T canvas positions. A place is a position of the canvas c
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+import torch
 from torch import Tensor
 
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, before_hole, put
+from nemo_dllm.collections.diffusion.sampling.device import OnItsWay
 from nemo_dllm.collections.diffusion.sampling.selection import Scored
 
 
@@ -32,6 +35,15 @@ class DenoiseStep:
     edited_BT: Tensor | None = None
     settled_BT: Tensor | None = None
 
+    @classmethod
+    def of(cls, canvas: Canvas, tokens_BT: Tensor, holes_BT: Tensor, step: int, change: "Change") -> Self:
+        """What a step shows of a canvas as it is until the next pass is finished."""
+        edits_tokens = change.unsettled_BT is not None
+        committed_BT = put(torch.zeros_like(holes_BT), change.committed, True)
+        edited_BT = put(torch.zeros_like(holes_BT), change.edited, True) if edits_tokens else None
+        settled_BT = settled(canvas, holes_BT, change.unsettled_BT)
+        return cls(tokens_BT.clone(), holes_BT.clone(), committed_BT, step, edited_BT, settled_BT)
+
     @property
     def new_BT(self) -> Tensor:
         """Bool, positions whose token this step has filled in or replaced."""
@@ -48,7 +60,7 @@ class Launched(NamedTuple):
     """
 
     scored: Scored
-    rated: Tensor
+    rated: OnItsWay
     quotas: list[int]
 
 
@@ -64,3 +76,9 @@ class Change(NamedTuple):
     committed: list[int]
     edited: list[int]
     unsettled_BT: Tensor | None
+
+
+def settled(canvas: Canvas, holes_BT: Tensor, unsettled_BT: Tensor | None) -> Tensor:
+    """Generated tokens with no hole before them, but for those that may be edited, bool [B, T]."""
+    settled_BT = canvas.holes_BT & before_hole(holes_BT)
+    return settled_BT if unsettled_BT is None else settled_BT & ~unsettled_BT

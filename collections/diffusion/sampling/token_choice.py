@@ -43,9 +43,10 @@ def check_token_ids(config: SamplerConfig, mask_token_id: int, vocabulary: int) 
 
 
 def check_given_tokens(tokens_BT: Tensor, vocabulary: int | None) -> None:
-    """Raise ValueError where tokens of a canvas lie outside the vocabulary; None knows no upper end."""
-    outside_N = tokens_BT[(tokens_BT < 0) | (tokens_BT >= (vocabulary or 2**63 - 1))]
-    if len(outside_N) > 0:
+    """Raise ValueError where tokens of a canvas on the CPU are outside the vocabulary; None knows no upper end."""
+    tokens_BT, end = tokens_BT.numpy(), vocabulary or 2**63 - 1
+    if tokens_BT.min(initial=0) < 0 or tokens_BT.max(initial=0) >= end:
+        outside_N = tokens_BT[(tokens_BT < 0) | (tokens_BT >= end)]
         of = "" if vocabulary is None else f" of {vocabulary}"
         raise ValueError(
             f"{outside_N[0]} among the given tokens is outside the model's vocabulary{of}; encode the text with "

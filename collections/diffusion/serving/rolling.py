@@ -16,8 +16,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from nemo_dllm.collections.diffusion.sampling import CachedDenoiser, DenoiserFn, DenoiseStep
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, block_indices, works_apart
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, block_indices
 from nemo_dllm.collections.diffusion.sampling.config import DELAYED
+from nemo_dllm.collections.diffusion.sampling.device import works_apart
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, can_join_rows, join_attribute, keeps_places
 from nemo_dllm.collections.diffusion.sampling.noise import RowNoise
 from nemo_dllm.collections.diffusion.sampling.progress import Progress
