@@ -57,35 +57,6 @@ def test_a_canvas(both, padded):
     assert both[0]._recorded.canvases.names == ["canvas"] and both[1]._recorded is None
 
 
-@pytest.mark.parametrize("name", ["whole canvas", "positions", "block", "joint"])
-def test_a_pass_is_nearly_done_when_its_head_is_left(loaded, both, monkeypatch, name):
-    tokens_BT, scored = canvas(0, rows=2, length=4), torch.tensor([0, 1], device="cuda")
-    positions_BL, key_mask_BL = torch.arange(4).cuda().expand(2, -1), torch.ones(2, 4, dtype=torch.bool).cuda()
-    block = {"cache": both[0].new_cache(2, 8), "key_mask_BL": key_mask_BL}
-    also = {"rows_N": scored, "columns_N": scored, "blocks_BL": positions_BL // 2, "kept_BL": positions_BL < 2}
-    run = {
-        "whole canvas": lambda: both[0](tokens_BT),
-        "positions": lambda: both[0].score_positions(tokens_BT, scored, scored),
-        "block": lambda: both[0].denoise(tokens_BT, positions_BL, **block),
-        "joint": lambda: both[0].commit_and_score(tokens_BT, positions_BL, **block, **also),
-    }[name]
-    both[0].nearly_done()
-    head = loaded.core.logits
-
-    def slow_head(*arguments):
-        torch.cuda._sleep(1_000_000_000)
-        return head(*arguments)
-
-    run()
-    torch.cuda.synchronize()
-    with monkeypatch.context() as patched:
-        patched.setattr(loaded.core, "logits", slow_head)
-        run()
-    both[0].nearly_done()
-    assert both[0]._encoded.query() and not torch.cuda.current_stream().query()
-    torch.cuda.synchronize()
-
-
 @pytest.mark.parametrize("first, then", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
 def test_what_is_recorded_in_inference_mode_is_replayed_outside_and_the_other_way_round(both, loaded, first, then):
     config = SamplerConfig(max_new_tokens=24, block_size=4, cache="exact")
