@@ -24,7 +24,7 @@ def check_init_from(arguments: Sequence[str]) -> None:
     if source in (None, "None", "null") or is_told_later:
         return
     if not keeps_start(given.get("log.log_dir"), given.get("log.name")):
-        source_path(source, "init_from")
+        source_path(source, "init_from", with_weights=True)
 
 
 def _given(arguments: Sequence[str]) -> dict[str, str]:

@@ -107,7 +107,7 @@ def import_hf(
     """Write a Hugging Face checkpoint as a NeMo checkpoint that trainings start from."""
     from nemo_dllm.collections.diffusion.model_source import source_path
 
-    source_path(source)
+    source_path(source, with_weights=True)
     options = {"kind": kind, "mask_token_id": mask_token_id, "mask_init": mask_init, "overwrite": overwrite}
     _import("recipes.conversion", verbose).import_hf(source, output_path, **options)
 
@@ -138,6 +138,7 @@ def verify(
     verbose: Verbose = False,
 ) -> None:
     """Compare all weights, and logits on real prompts; exit code 1 where they differ."""
+    check_checkpoint(hf_path)
     check_checkpoint(checkpoint)
     _import("recipes.conversion", verbose).verify(hf_path, checkpoint, tolerance=tolerance)
 

@@ -117,7 +117,7 @@ def check_start(init_from: str | None, log: NeMoLogger | None, resume: AutoResum
     goes_on = resume is not None and (resume.resume_from_path or resume.resume_from_directory)
     goes_on = goes_on or keeps_start(getattr(log, "log_dir", None), getattr(log, "name", None))
     if init_from is not None and not goes_on:
-        source_path(init_from, "init_from")
+        source_path(init_from, "init_from", with_weights=True)
 
 
 def start_from(init_from: str | None, resume: AutoResume | None, **settings: object) -> AutoResume | None:

@@ -45,7 +45,7 @@ ROOMS = {
     "cli.data": Room("typer", inside="console data megatron"),
     "collections.diffusion": Room(),
     "collections.diffusion.setting_types": Room(),
-    "collections.diffusion.model_source": Room(),
+    "collections.diffusion.model_source": Room("checkpoint_folder"),
     "collections.diffusion.checkpoint_folder": Room(),
     "collections.diffusion.characters": Room(),
     "collections.diffusion.objectives": Room("torch numpy attention.masks setting_types"),

@@ -3,6 +3,7 @@
 The standard library is enough for it, so that a folder without a checkpoint is told before anything is loaded.
 """
 
+import json
 import re
 from enum import Enum
 from pathlib import Path
@@ -22,6 +23,9 @@ _VALIDATION_LOSS = re.compile(r"--val_loss=(-?\d+(?:\.\d+)?)")
 
 _WRITTEN_LAST = (".metadata", "metadata.json", "common.pt")
 
+HF_WEIGHTS = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
+"""What the weights of a Hugging Face checkpoint are called; the first that is there counts, an index names the rest."""
+
 
 def is_written(weights: Path) -> bool:
     """Whether the folder ``weights`` of a NeMo checkpoint has the files that are written when all others are."""
@@ -37,7 +41,7 @@ def checkpoint_kind(path: str | Path, *, best: bool = False) -> CheckpointKind:
         best: whether the checkpoint with the lowest validation loss is asked for, which only a run has.
 
     Raises:
-        FileNotFoundError: where there is no such folder, or no checkpoint in it.
+        FileNotFoundError: where there is no such folder, or no checkpoint in it, or one without its weights.
         NotADirectoryError: where it is a file.
         ValueError: where the checkpoint was not written to its end, and for ``best`` of anything but a run.
     """
@@ -59,11 +63,42 @@ def checkpoint_kind(path: str | Path, *, best: bool = False) -> CheckpointKind:
             raise unfinished_checkpoint(path)
         return CheckpointKind.NEMO
     if (path / "config.json").is_file():
+        check_hf_weights(path)
         return CheckpointKind.HUGGING_FACE
     raise FileNotFoundError(
         f"{path} holds no checkpoint; name the folder of a run (with `checkpoints`), of a NeMo checkpoint (with "
         "`context` and `weights`) or of a Hugging Face checkpoint (with `config.json`)"
     )
+
+
+def check_hf_weights(folder: Path, named: str | None = None) -> None:
+    """Check that a Hugging Face checkpoint has the files of its weights; an index that cannot be read is not judged.
+
+    Args:
+        folder: of the checkpoint.
+        named: what errors call it; None is the folder.
+
+    Raises:
+        FileNotFoundError: names the files.
+    """
+    weights = next((name for name in HF_WEIGHTS if (folder / name).is_file()), None)
+    if weights is None:
+        others = sorted(file.name for file in folder.glob("*.safetensors"))
+        without = f" ({others[0]}{', ...' if len(others) > 1 else ''} is there without an index)" if others else ""
+        raise FileNotFoundError(f"{named or folder} has no weights{without}; expected one of {', '.join(HF_WEIGHTS)}")
+    absent = [name for name in _shards(folder / weights) if not (folder / name).is_file()]
+    if absent:
+        raise FileNotFoundError(f"{named or folder} lacks shards that {weights} names: {', '.join(absent)}; fetch them")
+
+
+def _shards(weights: Path) -> list[str]:
+    """Files that an index names; none for weights without one."""
+    if weights.suffix != ".json":
+        return []
+    try:
+        return sorted({str(file) for file in json.loads(weights.read_bytes())["weight_map"].values()})
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return []
 
 
 def checkpoints_of(run: Path, *, best: bool = False) -> list[Path]:

@@ -7,6 +7,8 @@ import difflib
 import re
 from pathlib import Path
 
+from nemo_dllm.collections.diffusion.checkpoint_folder import check_hf_weights
+
 HUB = "hf://"
 
 KEPT_FOLDER = "start"
@@ -19,17 +21,18 @@ _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _ON_THE_HUB = re.compile(rf"{_REPOSITORY.pattern}|\w[\w.-]*")
 
 
-def source_path(source: str | Path, field: str = "source") -> Path:
+def source_path(source: str | Path, field: str = "source", *, with_weights: bool = False) -> Path:
     """The folder that a text stands for, or the name of a repository, in case there is one.
 
     Args:
         source: path of a folder, ``OWNER/NAME`` or ``hf://NAME`` of a repository; a folder of that name comes first.
             ``hf://`` may stand before a path too, as NeMo has it.
         field: what the user gave it as, for errors.
+        with_weights: whether a folder needs its weights too, which a run that goes on does not.
 
     Raises:
         FileNotFoundError: where it is neither; nobody is asked for what is no name of a repository. And where the
-            folder holds no model, as that of a run, which holds several.
+            folder holds no model, as that of a run, which holds several, or lacks its weights.
         NotADirectoryError: where it is a file.
     """
     text = str(source)
@@ -37,6 +40,8 @@ def source_path(source: str | Path, field: str = "source") -> Path:
     if text.removeprefix(HUB) and path.is_dir():
         if not any((path / name).exists() for name in _OF_MODELS):
             raise FileNotFoundError(_without_model(path, f"{field}={text}"))
+        if with_weights and not (path / "context").exists():
+            check_hf_weights(path, f"{field}={text}")
         return path
     if path.is_file():
         raise NotADirectoryError(f"{field}={text} is a file; name the folder that it lies in")

@@ -64,3 +64,11 @@ def test_a_folder_without_a_model_is_told(here):
         source_path("runs/mine")
     (here / "texts" / "context").mkdir()
     assert source_path("texts") == Path("texts")
+
+
+def test_weights_are_needed_where_they_are_asked_for(here):
+    assert source_path("models") == Path("models")
+    with pytest.raises(FileNotFoundError, match="^init_from=models has no weights; expected one of model.safetensors"):
+        source_path("models", "init_from", with_weights=True)
+    (here / "models" / "context").mkdir()
+    assert source_path("models", with_weights=True) == Path("models")
