@@ -59,7 +59,7 @@ ROOMS = {
     "collections.diffusion.chat_prompts": Room("characters", inside="transformers"),
     "collections.diffusion.data": Room(
         "torch numpy nemo lightning tokenizers characters model_source",
-        inside="megatron transformers datasets pyarrow rich jinja2",
+        inside="megatron transformers huggingface_hub datasets pyarrow rich jinja2",
     ),
     "collections.diffusion.models": Room(
         "torch nemo megatron lightning objectives attention attention.masks cpu", inside="kernels"

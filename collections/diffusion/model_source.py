@@ -54,6 +54,11 @@ def source_path(source: str | Path, field: str = "source", *, with_weights: bool
     )
 
 
+def is_hub_name(text: str) -> bool:
+    """Whether a repository of the Hub may have this name, old ones without an owner among them."""
+    return _ON_THE_HUB.fullmatch(text) is not None
+
+
 def _without_model(folder: Path, named: str) -> str:
     checkpoints = folder / "checkpoints"
     if checkpoints.is_dir():

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from nemo_dllm.collections.diffusion.data.hub import hub_or_its_cache
 from nemo_dllm.collections.diffusion.model_source import HUB
 
 if TYPE_CHECKING:
@@ -187,7 +188,8 @@ def load_dataset(name: str, split: str | None) -> "Dataset":
 
     if not Path(name).is_dir():
         try:
-            return datasets.load_dataset(name, split=split or "train")
+            with hub_or_its_cache(name, "dataset"):
+                return datasets.load_dataset(name, split=split or "train")
         except (OSError, ValueError) as error:
             if getattr(error, "errno", None):  # the system's own, such as a full disk
                 raise

@@ -1,8 +1,7 @@
 """Tokenizers: loaded from folders, or byte-level ones made on the spot and saved as ordinary Hugging Face folders."""
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nemo_dllm.collections.diffusion.data.cache import cached_folder, content_key, write_folder
+from nemo_dllm.collections.diffusion.data.hub import hub_or_its_cache
+from nemo_dllm.collections.diffusion.model_source import is_hub_name
 
 if TYPE_CHECKING:
     from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
@@ -74,12 +75,13 @@ def load_tokenizer(tokenizer: "str | Path | PreTrainedTokenizerBase") -> "PreTra
 
     Raises:
         FileNotFoundError: there is no tokenizer of that name.
+        NotADirectoryError: it is a file.
     """
     if not isinstance(tokenizer, str | Path):
         return tokenizer
-    from transformers import AutoTokenizer
-
     with _told_in_one_line(tokenizer):
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(str(tokenizer))
 
 
@@ -88,6 +90,7 @@ def load_nemo_tokenizer(tokenizer: "str | Path | AutoTokenizer | None") -> "Auto
 
     Raises:
         FileNotFoundError: there is no tokenizer of that name.
+        NotADirectoryError: it is a file.
         ValueError: it is None.
     """
     if tokenizer is None:
@@ -96,20 +99,26 @@ def load_nemo_tokenizer(tokenizer: "str | Path | AutoTokenizer | None") -> "Auto
         )
     if not isinstance(tokenizer, str | Path):
         return tokenizer
-    from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
-
     with _told_in_one_line(tokenizer):
+        from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
+
         return AutoTokenizer(str(tokenizer))
 
 
 @contextmanager
 def _told_in_one_line(tokenizer: str | Path) -> Iterator[None]:
     """A name of the hub is looked for there, a path is not; what goes wrong is many lines of transformers."""
-    only_a_path = isinstance(tokenizer, Path) or tokenizer.startswith((os.sep, ".", "~"))
-    if only_a_path and not Path(tokenizer).exists():
-        raise FileNotFoundError(f"tokenizer='{tokenizer}' does not exist; name a folder with tokenizer.json")
+    if Path(tokenizer).is_file():
+        raise NotADirectoryError(f"tokenizer='{tokenizer}' is a file; name the folder that it lies in")
+    is_here = Path(tokenizer).exists()
+    if not is_here and (isinstance(tokenizer, Path) or not is_hub_name(tokenizer)):
+        raise FileNotFoundError(
+            f"tokenizer='{tokenizer}' does not exist; name a folder with tokenizer.json, or a model of the Hugging "
+            "Face Hub, as OWNER/NAME"
+        )
     try:
-        yield
+        with nullcontext() if is_here else hub_or_its_cache(str(tokenizer)):
+            yield
     except (OSError, ValueError) as error:
         if Path(tokenizer).is_dir():
             raise FileNotFoundError(
