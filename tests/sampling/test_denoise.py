@@ -161,6 +161,25 @@ def test_earlier_steps_are_left_alone(table_model):
     assert [step.step for step in steps] == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    "names", [{"canvas_BT"}, {"holes_BT"}, {"key_mask_BT"}, {"canvas_BT", "holes_BT", "key_mask_BT"}]
+)
+@pytest.mark.parametrize("fields", [{}, {"cache": "approximate_delayed"}, {"editing_threshold": 0.2, "block_size": 2}])
+def test_where_positions_lie_in_memory_does_not_matter(tiny_attention, names, fields):
+    canvas_BT = torch.arange(12).view(2, 6)
+    key_mask_BT = torch.arange(6) < torch.tensor([[6], [5]])
+    given = {"canvas_BT": canvas_BT, "holes_BT": key_mask_BT & (canvas_BT % 3 > 0), "key_mask_BT": key_mask_BT}
+    apart = {name: x_BT.t().contiguous().t() if name in names else x_BT for name, x_BT in given.items()}
+    config = SamplerConfig(**fields)
+    one, other = (
+        list(denoise(tiny_attention(13), mask_token_id=12, config=config, **inputs)) for inputs in (given, apart)
+    )
+    assert len(one) == len(other)
+    for before, after in zip(one, other, strict=True):
+        for name in ("tokens_BT", "holes_BT", "committed_BT", "settled_BT"):
+            assert torch.equal(getattr(before, name), getattr(after, name))
+
+
 def test_inputs_are_left_alone_and_no_graph_is_built():
     weight = torch.zeros(1, 3, 10, requires_grad=True)
     seen = []

@@ -58,8 +58,8 @@ class Canvas(NamedTuple):
         return cls(holes_BT, blocks_BT, keys_BT, padded=not keys_BT.all())
 
     def cpu(self) -> "Canvas":
-        """The same, on the CPU."""
-        return Canvas(self.holes_BT.cpu(), self.blocks_BT.cpu(), self.keys_BT.cpu(), self.padded)
+        """The same, on the CPU and row after row in memory, where ``put`` and its like find places by their number."""
+        return Canvas(*(x_BT.cpu().contiguous() for x_BT in (self.holes_BT, self.blocks_BT, self.keys_BT)), self.padded)
 
 
 class Window(NamedTuple):

@@ -81,7 +81,7 @@ class DenoisingRun:
         )
         self.noise, self.ends, self.device = noise, ends, device or tokens_BT.device
         self.canvas = canvas = canvas.cpu()
-        self.tokens_BT = tokens_BT.cpu().masked_fill(canvas.holes_BT, mask_token_id)
+        self.tokens_BT = tokens_BT.cpu().contiguous().masked_fill(canvas.holes_BT, mask_token_id)
         self.holes_BT = canvas.holes_BT.clone()
         # A model that knows its vocabulary keeps a GPU from ids that would be the end of its process.
         self.known_vocabulary = getattr(model, "vocabulary_size", None)
