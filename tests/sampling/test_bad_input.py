@@ -164,6 +164,11 @@ def test_infilling(table_model):
         fill([[1.0]], [[True]])
     with pytest.raises(ValueError, match="one boolean per token"):
         fill([[1, 2]], [[True]])
+    for rows in ([[True], [False]], [[True, False]] * 2):
+        with pytest.raises(ValueError, match=rf"holes\[1\] is of shape \[2, {len(rows[0])}\]; give one boolean"):
+            fill([[1], [1, 2]], [[True], rows])
+    with pytest.raises(ValueError, match=r"holes\[0\] is of shape \[1, 1\]; give one boolean per token"):
+        fill([[1]], [[[True]]])
     assert span_between([1], [2], 0) == ([1, 2], [False, False])
     with pytest.raises(ValueError, match="length=-3 must be at least 0"):
         span_between([1], [2], -3)

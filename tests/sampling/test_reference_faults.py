@@ -107,8 +107,9 @@ def test_pad_tokens_inside_a_prompt_are_text(context_model):
     generate(spy, [[1, 5, 2], [5]], config, mask_token_id=22, pad_token_id=5)
     assert seen == [[[True] * 4, [True, True, False, False]]]
     quirks = ReferenceQuirks(pad_ids_are_padding=True)
-    generate(spy, [[1, 5, 2]], SamplerConfig(1, quirks=quirks), mask_token_id=22, pad_token_id=5)
-    assert seen[1] == [[True, False, True, True]]
+    for pad_token_id in (5, torch.tensor(5)):
+        generate(spy, [[1, 5, 2]], SamplerConfig(1, quirks=quirks), mask_token_id=22, pad_token_id=pad_token_id)
+    assert seen[1:] == [[[True, False, True, True]]] * 2
 
 
 def test_a_completion_ends_with_its_end_token(tiny_decoder):

@@ -183,6 +183,9 @@ def infill(
             "boolean per token"
         )
     hole_rows = [torch.as_tensor(row, dtype=torch.bool).cpu().numpy() for row in holes]
+    for index, hole_row in enumerate(hole_rows):
+        if hole_row.ndim != 1:
+            raise ValueError(f"holes[{index}] is of shape {list(hole_row.shape)}; give one boolean per token")
     config = replace(config, stop_at_eos=False, stop_token_ids=(), stop_strings=(), min_new_tokens=0)
     stacked = _stack_rows(rows, hole_rows, mask_token_id if pad_token_id is None else pad_token_id, config)
     filled_BT, passes = stacked.tokens_BT, 0
@@ -231,7 +234,7 @@ def _as_row(ids: TokenRow, name: str) -> Tensor:
 def _as_tensor(ids: TokenRow) -> Tensor:
     if isinstance(ids, list) and ids and type(ids[0]) is int:
         # Numpy reads them in a third of the time; what else there may be among them, it cannot.
-        with suppress(TypeError, ValueError, OverflowError):
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
             array = numpy.asarray(ids)
             if array.dtype == numpy.int64:
                 return torch.from_numpy(array)
@@ -274,7 +277,7 @@ def _stack_rows(
 
     Holes at the end of a row need no tokens.
     """
-    shape = len(rows), max(map(len, holes))
+    shape, pad_token_id = (len(rows), max(map(len, holes))), int(pad_token_id)
     tokens_BT = numpy.full(shape, pad_token_id, dtype=numpy.int64)
     holes_BT, key_mask_BT = numpy.zeros((2, *shape), dtype=bool)
     for row, (tokens_T, holes_T) in enumerate(zip(rows, holes, strict=True)):
