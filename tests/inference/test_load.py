@@ -30,6 +30,14 @@ def test_the_denoiser_gives_the_recorded_logits(model, golden):
     torch.testing.assert_close(padded[real], golden["padded_logits"][real], rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("name", ["dream", "llada", "llada2_moe", "sdar"])
+def test_the_context_is_known_without_the_weights(load_checkpoint, name):
+    from nemo_dllm.collections.diffusion.inference.load import context_length
+
+    folder = Path(__file__).parents[1] / "golden" / "models" / name
+    assert context_length(folder) == load_checkpoint(folder).seq_length
+
+
 def test_the_denoiser_is_for_inference(model, golden):
     assert not model.denoiser(golden["input_ids"]).requires_grad
     assert not model.core.training

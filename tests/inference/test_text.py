@@ -82,10 +82,24 @@ def notes(printed):
     return [line for line in printed.err.splitlines() if line.startswith("note: ")]
 
 
-def test_a_text_longer_than_the_training_samples_gets_a_note(generate):
+def test_a_text_longer_than_the_context_gets_a_note(generate):
     printed = generate(prompt="w5", settings={"seed": 0, "max_new_tokens": 512, "steps": 1})
-    assert notes(printed) == ["note: 513 tokens are more than the 512 of the training samples"]
+    assert notes(printed) == ["note: 513 tokens are more than the model's context of 512"]
     assert notes(generate(prompt="w5", settings={"max_new_tokens": 512, "max_length": 9, "steps": 1})) == []
+
+
+@pytest.mark.parametrize("folder", ["hf_folder", "nemo_folder"])
+def test_a_text_far_longer_than_the_context_is_refused_before_the_model_is_loaded(
+    generate, request, monkeypatch, folder
+):
+    path, module = request.getfixturevalue(folder), "nemo_dllm.collections.diffusion.inference.text.open_session"
+    error = "max_new_tokens=8193 is more than 16 times the model's context of 512; choose 512 or less, prompt included"
+    monkeypatch.setattr(module, lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match=f"^{error}$"):
+        generate(path, prompt="w5", settings={"max_new_tokens": 8193})
+    for settings in ({"max_new_tokens": 8192}, {"max_new_tokens": 8193, "max_length": 512}):
+        with pytest.raises(pytest.fail.Exception, match="loaded"):
+            generate(path, prompt="w5", settings=settings)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +116,7 @@ def test_samples_that_are_bound_to_be_equal_get_a_note(generate, settings, equal
     printed = generate(prompt="w5", num_samples=2, settings=settings)
     texts = {json.loads(line)["completion"] for line in printed.out.splitlines()}
     assert (len(texts) == 1) == equal
-    note = "note: num_samples=2 texts of a prompt are equal at temperature=0; set temperature"
+    note = "note: the 2 texts of a prompt are equal at a temperature of 0; choose a higher one"
     assert notes(printed) == [note] * equal
     assert notes(generate(prompt="w5", settings=settings)) == []
 

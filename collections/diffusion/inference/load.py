@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
+from nemo.lightning import io
 
 from nemo_dllm.collections.diffusion.characters import check_characters
 from nemo_dllm.collections.diffusion.checkpoint_folder import CheckpointKind
@@ -29,6 +30,7 @@ from nemo_dllm.connectors.families.registry import family_of, find_family
 from nemo_dllm.connectors.hf_export import load_nemo_checkpoint
 from nemo_dllm.connectors.load import load_hf_weights
 from nemo_dllm.connectors.mask_token import mask_token_at
+from nemo_dllm.connectors.model_context import damage_named
 from nemo_dllm.connectors.nemo_tokenizer import nemo_tokenizer
 from nemo_dllm.connectors.tokenizer_files import load_hf_tokenizer
 
@@ -196,6 +198,22 @@ def load_checkpoint(path: str | Path, *, best: bool = False) -> LoadedModel:
         core.config.params_dtype = torch.float32
     family = _family_name(model.config)
     return LoadedModel(core, model.tokenizer, model.objective, family, sample_length(checkpoint.path))
+
+
+def context_length(path: str | Path, *, best: bool = False) -> int:
+    """What ``LoadedModel.seq_length`` will be, tokens, without loading the weights.
+
+    Args:
+        path, best: see :func:`load_checkpoint`.
+
+    Raises:
+        FileNotFoundError, ValueError: see :func:`locate_checkpoint`; and where its configuration is damaged.
+    """
+    checkpoint = locate_checkpoint(path, best=best)
+    if checkpoint.kind is CheckpointKind.HUGGING_FACE:
+        return hf_to_nemo_config(checkpoint.path).seq_length
+    with damage_named(checkpoint.path / "context"):
+        return io.load_context(checkpoint.path, subpath="model.config").seq_length
 
 
 def _family_name(config: TransformerConfig) -> str | None:

@@ -73,7 +73,7 @@ class Session:
         length = min(tokens + self.config.max_new_tokens, self.config.max_length or sys.maxsize)
         if length > self.model.seq_length:
             print(
-                f"note: {length} tokens are more than the {self.model.seq_length} of the training samples",
+                f"note: {length} tokens are more than the model's context of {self.model.seq_length}",
                 file=sys.stderr,
             )
 
@@ -82,7 +82,7 @@ class Session:
         config = self.config
         if number > 1 and not config.temperature and not config.remasking_temperature and config.remasking != "random":
             print(
-                f"note: num_samples={number} texts of a prompt are equal at temperature=0; set temperature",
+                f"note: the {number} texts of a prompt are equal at a temperature of 0; choose a higher one",
                 file=sys.stderr,
             )
 

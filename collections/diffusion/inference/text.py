@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console
 
-from nemo_dllm.collections.diffusion.inference.load import LoadedModel
+from nemo_dllm.collections.diffusion.inference.load import LoadedModel, context_length
 from nemo_dllm.collections.diffusion.inference.prompts import JSON_LINES, read_prompts
 from nemo_dllm.collections.diffusion.inference.session import Session, open_session
 from nemo_dllm.collections.diffusion.sampling import (
@@ -19,6 +19,9 @@ from nemo_dllm.collections.diffusion.sampling import (
 )
 from nemo_dllm.collections.diffusion.sampling import generate as generate_tokens
 from nemo_dllm.collections.diffusion.sampling.display import VISIBLE_CONTROLS
+
+# Models of blocks write texts of ten times their training's length (Arriola et al. 2025).
+_MOST_CONTEXTS = 16
 
 
 class Completion(NamedTuple):
@@ -99,6 +102,11 @@ def generate(
     """Continue texts and print or write them; see ``cli.sampling`` for the arguments.
 
     A single text is printed with its prompt, several as lines of JSON.
+
+    Raises:
+        ValueError: for numbers below 1, options that exclude each other, and many more new tokens than the model's
+            context; see also :func:`open_session`.
+        FileNotFoundError, IsADirectoryError: where ``output`` cannot be written.
     """
     for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
         if value < 1:
@@ -113,6 +121,7 @@ def generate(
         raise FileNotFoundError(f"output={output} is in a folder that does not exist; make it first")
     if output is not None and Path(output).is_dir():
         raise IsADirectoryError(f"output={output} is a folder; name a file")
+    _check_new_tokens(path, best, settings)
     watch = False if stream or in_lines else watch
     session = open_session(path, best=best, preset=preset, settings=settings, watch=watch, replay=replay)
     if in_lines:
@@ -132,6 +141,19 @@ def generate(
         print(printable(text))
     if session.replay is not None:
         session.replay.write()
+
+
+def _check_new_tokens(path: str | Path, best: bool, settings: Mapping[str, Any]) -> None:
+    """Refuse what would take hours and all memory, before the model is loaded; what is less gets a note."""
+    asked = settings.get("max_new_tokens")
+    if asked is None:
+        return
+    context = context_length(path, best=best)
+    if min(asked, settings.get("max_length") or asked) > _MOST_CONTEXTS * context:
+        raise ValueError(
+            f"max_new_tokens={asked} is more than {_MOST_CONTEXTS} times the model's context of {context}; choose "
+            f"{context} or less, prompt included"
+        )
 
 
 def _single_text(session: Session, prompt: str, stream_to: TextIO | None = None) -> str:
