@@ -228,7 +228,20 @@ COMMANDS: Sequence[Command] = (
         "collections.diffusion.inference.evaluate",
         (
             _PATH,
-            Option("data", Path, "Text file, or folder of text files.", REQUIRED, exists=True),
+            Option(
+                "data",
+                Path,
+                "Text file or folder of them, or rows as for training (.jsonl, .parquet): a text or a chat each.",
+                REQUIRED,
+                exists=True,
+            ),
+            Option("text_field", str, "Field or column with the text of a row.", "text"),
+            Option(
+                "chat_template",
+                str | None,
+                "Of chats: Jinja text, or file with it; '' joins prompt and answer (default: tokenizer's).",
+            ),
+            Option("max_bad_rows", int, "Rows that cannot be used before it gives up.", 0),
             Option("seq_length", int | None, "Tokens per row (default: of the training samples, at most 2048)."),
             Option("batch_size", int, "Rows at a time.", 8),
             Option("num_draws", int, "Noise levels per row; more are more exact.", 4),

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_dllm.collections.diffusion.data.documents import records_of
-from nemo_dllm.collections.diffusion.data.sources import find_sources
+from nemo_dllm.collections.diffusion.data.documents import first_fields, read_text_rows, records_of
+from nemo_dllm.collections.diffusion.data.sources import find_sources, has_fields
 from nemo_dllm.collections.diffusion.data.text import read_text
 
 
@@ -40,6 +40,40 @@ def test_a_folder_as_the_hub_has_it(folder):
         (folder / name).unlink()
     assert names(folder) == [("README.md", "text")]
     assert find_sources([folder])[0].size == 5
+
+
+def test_rows_with_fields_and_texts_are_told_by_names(folder):
+    told = {file.name: has_fields(file) for file in folder.rglob("*") if file.is_file()}
+    assert {name for name, rows in told.items() if rows} == {
+        "b.jsonl",
+        "a.parquet",
+        "c.jsonl",
+        "d.json.gz",
+        "dataset_info.json",
+    }
+    assert has_fields(folder)
+    (folder / "b.jsonl").unlink()
+    assert has_fields(folder)
+    (folder / "data" / "a.parquet").unlink()
+    # What is left in it is hidden, or may be the settings of a program.
+    assert not has_fields(folder)
+    (folder / "state.json").touch()
+    assert has_fields(folder)
+
+
+def test_texts_of_rows(tmp_path):
+    (tmp_path / "a.jsonl").write_text('not json\n{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n{"body": 1}\n')
+    sources = find_sources([tmp_path])
+    assert first_fields(sources) == {"text": "one"}
+    found = read_text_rows(sources, max_bad_rows=2)
+    assert found.texts == ["one", "two"] and [row.row for row in found.bad_rows] == [1, 6]
+    assert read_text_rows(sources, max_bad_rows=1, max_texts=2).texts == ["one", "two"]
+    with pytest.raises(ValueError, match=r"(?s)^2 rows cannot be used.*a.jsonl:6: no field 'text', only 'body'"):
+        read_text_rows(sources, max_bad_rows=1)
+    with pytest.raises(ValueError, match="max_bad_rows=-1 must be at least 0"):
+        read_text_rows(sources, max_bad_rows=-1)
+    (tmp_path / "a.jsonl").write_text("")
+    assert first_fields(sources) == {}
 
 
 def test_inputs_keep_their_order_and_a_format_wins(folder):

@@ -13,6 +13,18 @@ pytestmark = pytest.mark.nemo
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 TEXTS = [" ".join(f"w{(7 * i) % 190}" for i in range(100)), "w5 w7 w9", " ".join(f"w{i}" for i in range(30))]
 
+OPTIONS = {
+    "text_field": "text",
+    "chat_template": None,
+    "max_bad_rows": 0,
+    "seq_length": None,
+    "batch_size": 8,
+    "num_draws": 4,
+    "max_rows": None,
+    "seed": 1234,
+    "best": False,
+}
+
 
 @pytest.fixture(scope="module")
 def load(single_process):
@@ -84,16 +96,16 @@ def test_the_bound_is_that_of_validation(load, evaluate_texts):
 
 
 def test_a_shifted_row_begins_with_the_token_before_it(load, evaluate_texts):
-    from nemo_dllm.collections.diffusion.inference.evaluate import _rows
+    from nemo_dllm.collections.diffusion.inference.evaluated_rows import rows_of_texts
 
     model = load("dream")
     words = model.encode(TEXTS[2])
     bos = model.tokenizer.bos_id
-    rows, _ = _rows(model, TEXTS[2:], 12, None)
+    rows, _ = rows_of_texts(model, TEXTS[2:], 12, None)
     assert rows[0].tokens == ([bos, *words[:11]] if bos is not None else words[:12])
     start = len(rows[0].tokens) - (bos is not None)
-    assert rows[1].tokens == words[start - 1 : start + 11] and rows[1].context == 1
-    plain, num_bytes = _rows(load("a2d_qwen3"), TEXTS[2:], 12, 2)
+    assert rows[1].tokens == words[start - 1 : start + 11] and rows[1].scored == [False] + [True] * 11
+    plain, num_bytes = rows_of_texts(load("a2d_qwen3"), TEXTS[2:], 12, 2)
     assert [row.tokens for row in plain] == [words[:12], words[12:24]]
     assert num_bytes == len(" ".join(TEXTS[2].split()[:24]))
 
@@ -112,7 +124,7 @@ def test_the_command_prints_lines_or_json(single_process, tmp_path, capsys):
     from nemo_dllm.collections.diffusion.inference.evaluate import evaluate
 
     (tmp_path / "text.txt").write_text(TEXTS[0])
-    options = {"seq_length": None, "batch_size": 8, "num_draws": 2, "max_rows": None, "seed": 1, "best": False}
+    options = {**OPTIONS, "num_draws": 2, "seed": 1}
     evaluate(GOLDEN / "sdar", tmp_path, **options, json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens"], found["bytes"], found["draws"]) == (100, len(TEXTS[0]), 2)

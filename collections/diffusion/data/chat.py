@@ -23,6 +23,10 @@ ROLES = {
 FIELDS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "tools")
 
 
+# Of these a row has one.
+_SHAPES = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
+
+
 class Conversation(NamedTuple):
     """Messages for a chat template, ending with an assistant's turn.
 
@@ -37,6 +41,11 @@ class Conversation(NamedTuple):
     def assistant_turns(self) -> list[int]:
         """Positions of the assistant's messages."""
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+
+def is_conversation(row: Mapping[str, Any]) -> bool:
+    """Whether a row has the fields of one, whatever is in them."""
+    return any(all(row.get(name) is not None for name in shape) for shape in _SHAPES)
 
 
 def read_conversation(row: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> Conversation:

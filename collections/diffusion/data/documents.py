@@ -4,12 +4,27 @@ A part is read and encoded on its own. How a corpus falls into parts depends on 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from nemo_dllm.collections.diffusion.data import column_formats, line_formats
+from nemo_dllm.collections.diffusion.data.bad_rows import (
+    BadRow,
+    bad_row,
+    check_bad_rows,
+    check_max_bad_rows,
+    describe_bad_rows,
+)
 from nemo_dllm.collections.diffusion.data.parts import Part, Record, Row
 from nemo_dllm.collections.diffusion.data.sources import Source
+
+
+class TextRows(NamedTuple):
+    """Texts of rows, and the rows that have none, with the reason."""
+
+    texts: list[str]
+    bad_rows: list[BadRow]
 
 
 class Reader(NamedTuple):
@@ -85,6 +100,49 @@ def records_of(source: Source, part_bytes: int = 2**22) -> Iterator[Record]:
     for part in parts_of(source, part_bytes):
         with _naming(part.source, part.format):
             yield from read(part)
+
+
+def first_fields(sources: Sequence[Source]) -> Mapping[str, Any]:
+    """The first row that can be read; empty where none can.
+
+    Raises:
+        ValueError: see `records_of`.
+    """
+    records = itertools.chain.from_iterable(map(records_of, sources))
+    return next((record.fields for record in records if record.fields is not None), {})
+
+
+def read_text_rows(
+    sources: Sequence[Source], text_field: str = "text", max_bad_rows: int = 0, max_texts: int | None = None
+) -> TextRows:
+    """The texts of rows, empty ones left out.
+
+    Args:
+        sources: to read, in order.
+        text_field: field or column with the text.
+        max_bad_rows: rows that cannot be used before this gives up.
+        max_texts: texts to read, from the first; None is all.
+
+    Raises:
+        ValueError: a file is damaged or lacks the column, there are too many bad rows, or no good one; names file, row
+            and field.
+    """
+    check_max_bad_rows(max_bad_rows)
+    check_text_column(sources, text_field)
+    found = TextRows([], [])
+    for part in itertools.chain.from_iterable(parts_of(source, 2**22) for source in sources):
+        for row in rows_of(part, text_field):
+            if len(found.texts) == max_texts:
+                return found
+            if row.problem:
+                found.bad_rows.append(bad_row(part.source, row.number, row.problem))
+                check_bad_rows(found.bad_rows, max_bad_rows)
+            elif row.text:
+                found.texts.append(row.text)
+    if not found.texts:
+        names = ", ".join(source.name for source in sources[:5])
+        raise ValueError(f"{names}: no row has a text\n{describe_bad_rows(found.bad_rows)}".rstrip())
+    return found
 
 
 @contextlib.contextmanager

@@ -34,6 +34,9 @@ class Source(NamedTuple):
     split: str | None = None
 
 
+_WITH_FIELDS = ("jsonl", "parquet")
+# In the folder of a dataset that was saved.
+_OF_DATASETS = ("state.json", "dataset_dict.json")
 # What hub and `datasets` write beside the data.
 _DESCRIPTIONS = frozenset({"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"})
 
@@ -62,6 +65,21 @@ def find_sources(inputs: Sequence[str | Path], format: str | None = None, split:
     return sources
 
 
+def has_fields(path: Path) -> bool:
+    """Whether a path is of rows with fields, not of texts: a file of such rows, a folder with some, a saved dataset.
+
+    A folder whose only rows are in `.json` is one of texts: programs have their settings there.
+    """
+    if not path.is_dir():
+        return format_of(path) in _WITH_FIELDS
+    is_dataset = any((path / name).exists() for name in _OF_DATASETS)
+    return is_dataset or any(format_of(file) in _WITH_FIELDS and not _is_json(file) for file in visible_files(path))
+
+
+def _is_json(file: Path) -> bool:
+    return (Path(file.stem) if compression_of(file) else file).suffix.lower() == ".json"
+
+
 def repeated_sources(sources: Sequence[Source]) -> list[str]:
     """Names of sources that are there a second time, by whatever path."""
     seen: set[tuple[str, str | None]] = set()
@@ -83,7 +101,7 @@ def _of_input(entry: str, format: str | None, split: str | None) -> Iterator[Sou
 def _sources(path: Path, format: str | None, split: str | None) -> Iterator[Source]:
     if path.is_file():
         yield _file_source(path, format)
-    elif path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
+    elif path.is_dir() and any((path / name).exists() for name in _OF_DATASETS):
         yield _dataset_source(str(path), split)
     elif path.is_dir():
         found = _files_in(path, format)

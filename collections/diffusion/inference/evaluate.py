@@ -9,19 +9,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
+from nemo_dllm.collections.diffusion.inference.evaluated_rows import (
+    EvaluatedRow,
+    EvaluatedRows,
+    read_texts,
+    rows_of_chats,
+    rows_of_texts,
+)
 from nemo_dllm.collections.diffusion.inference.load import LoadedModel, load_checkpoint
 from nemo_dllm.collections.diffusion.models.batch import corrupt_batch, to_device
 from nemo_dllm.collections.diffusion.models.loss import LossTotals, report
 
 LONGEST_DEFAULT = 2048
-# Rows of a batch are padded to a common multiple of this.
-_LENGTH_STEP = 64
 
 
 @dataclass(frozen=True)
@@ -47,17 +52,6 @@ class Evaluation:
     rows: int
     seq_length: int
     draws: int
-
-
-class _Row(NamedTuple):
-    tokens: list[int]
-    context: int
-    """Tokens at its start that are not scored."""
-    index: int
-
-    @property
-    def padded_length(self) -> int:
-        return -(-len(self.tokens) // _LENGTH_STEP) * _LENGTH_STEP
 
 
 def evaluate_texts(
@@ -89,13 +83,20 @@ def evaluate_texts(
     Raises:
         ValueError: for numbers below 1, rows longer than the model's context, or texts without a token to score.
     """
-    numbers = {"seq_length": seq_length, "batch_size": batch_size, "num_draws": num_draws, "max_rows": max_rows}
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+    _check_numbers(seq_length=seq_length, batch_size=batch_size, num_draws=num_draws, max_rows=max_rows)
     length = _row_length(model, seq_length)
-    rows, num_bytes = _rows(model, texts, length, max_rows)
-    num_tokens = sum(len(row.tokens) - row.context for row in rows)
+    return evaluate_rows(model, rows_of_texts(model, texts, length, max_rows), length, batch_size, num_draws, seed)
+
+
+def evaluate_rows(
+    model: LoadedModel, evaluated: EvaluatedRows, seq_length: int, batch_size: int, num_draws: int, seed: int
+) -> Evaluation:
+    """The likelihood bound of rows; arguments as of :func:`evaluate_texts`.
+
+    Raises:
+        ValueError: where no token is scored.
+    """
+    rows, num_bytes, num_tokens = evaluated.rows, evaluated.num_bytes, evaluated.num_tokens
     if num_tokens == 0 or num_bytes == 0:
         raise ValueError("the text has no token to score; give more text")
     # The bound, whatever the training's loss is.
@@ -116,9 +117,15 @@ def evaluate_texts(
         tokens=num_tokens,
         bytes=num_bytes,
         rows=len(rows),
-        seq_length=length,
+        seq_length=seq_length,
         draws=num_draws,
     )
+
+
+def _check_numbers(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
 
 
 def _row_length(model: LoadedModel, seq_length: int | None) -> int:
@@ -132,29 +139,7 @@ def _row_length(model: LoadedModel, seq_length: int | None) -> int:
     return length
 
 
-def _rows(model: LoadedModel, texts: Sequence[str], length: int, max_rows: int | None) -> tuple[list[_Row], int]:
-    """The texts as rows, and the bytes of the tokens that are scored."""
-    rows: list[_Row] = []
-    num_bytes = 0.0
-    for text in texts:
-        tokens = model.encode(text)
-        bos = getattr(model.tokenizer, "bos_id", None)
-        context = [bos] if model.right_shift and bos is not None else []
-        used = scored = 0
-        while used < len(tokens) and (max_rows is None or len(rows) < max_rows):
-            part = tokens[used : used + length - len(context)]
-            # With the shift position 0 has no logits: without a start token it is the text's own first token.
-            unscored = int(model.right_shift)
-            rows.append(_Row([*context, *part], unscored, len(rows)))
-            used += len(part)
-            scored += len(context) + len(part) - unscored
-            context = part[-1:] if model.right_shift else []
-        whole = text if used == len(tokens) else model.decode(tokens[:used])
-        num_bytes += len(whole.encode()) * scored / max(used, 1)
-    return rows, round(num_bytes)
-
-
-def _batches(rows: Sequence[_Row], batch_size: int, num_draws: int) -> Iterator[dict[str, Any]]:
+def _batches(rows: Sequence[EvaluatedRow], batch_size: int, num_draws: int) -> Iterator[dict[str, Any]]:
     """Micro-batches as of a data module, of rows that are padded to the same length: noise depends on it."""
     for length, group in groupby(sorted(rows, key=lambda row: row.padded_length), key=lambda row: row.padded_length):
         drawn = [(row, draw) for row in group for draw in range(num_draws)]
@@ -162,13 +147,11 @@ def _batches(rows: Sequence[_Row], batch_size: int, num_draws: int) -> Iterator[
             batch = drawn[start : start + batch_size]
             tokens_BL = torch.tensor([row.tokens + [0] * (length - len(row.tokens)) for row, _ in batch])
             lengths_B1 = torch.tensor([[len(row.tokens)] for row, _ in batch])
-            context_B1 = torch.tensor([[row.context] for row, _ in batch])
-            positions_L = torch.arange(length)
-            key_mask_BL = positions_L < lengths_B1
+            scored_BL = torch.tensor([row.scored + [False] * (length - len(row.tokens)) for row, _ in batch])
             yield {
                 "tokens": tokens_BL,
-                "loss_mask": key_mask_BL & (positions_L >= context_B1),
-                "key_mask": key_mask_BL,
+                "loss_mask": scored_BL,
+                "key_mask": torch.arange(length) < lengths_B1,
                 "sample_index": torch.tensor([row.index * num_draws + draw for row, draw in batch]),
             }
 
@@ -176,6 +159,9 @@ def _batches(rows: Sequence[_Row], batch_size: int, num_draws: int) -> Iterator[
 def evaluate(
     path: str | Path,
     data: str | Path,
+    text_field: str,
+    chat_template: str | None,
+    max_bad_rows: int,
     seq_length: int | None,
     batch_size: int,
     num_draws: int,
@@ -185,18 +171,16 @@ def evaluate(
     best: bool,
 ) -> None:
     """Evaluate a checkpoint and print the result; see ``cli.sampling`` for the arguments."""
-    from nemo_dllm.collections.diffusion.data import read_text
-
-    texts = [document.text for document in read_text(data, field="data").documents]
-    found = evaluate_texts(
-        load_checkpoint(path, best=best),
-        texts,
-        seq_length=seq_length,
-        batch_size=batch_size,
-        num_draws=num_draws,
-        max_rows=max_rows,
-        seed=seed,
-    )
+    _check_numbers(seq_length=seq_length, batch_size=batch_size, num_draws=num_draws, max_rows=max_rows)
+    # Before the model is loaded, which takes longer than finding what is wrong with the data.
+    texts = read_texts(data, text_field, max_bad_rows, max_rows)
+    model = load_checkpoint(path, best=best)
+    length = _row_length(model, seq_length)
+    if texts is None:
+        rows = rows_of_chats(model, data, length, max_rows, chat_template, max_bad_rows)
+    else:
+        rows = rows_of_texts(model, texts, length, max_rows)
+    found = evaluate_rows(model, rows, length, batch_size, num_draws, seed)
     if json:
         print(json_format.dumps(asdict(found)))
         return
