@@ -56,7 +56,9 @@ def _makes_wait(index):
 
 
 class Model:
-    """Bidirectional or cached, as the sampler asks; its logits are on the device."""
+    """Bidirectional or cached, as the sampler asks; its logits are on the device. ``passes`` counts its calls."""
+
+    passes = 0
 
     def __init__(self, device="cpu"):
         generator = torch.Generator().manual_seed(0)
@@ -79,6 +81,7 @@ class Model:
         return self._logits(tokens_BL)[rows_N, columns_N]
 
     def _logits(self, tokens_BL):
+        self.passes += 1
         # Neighbours make each position its own.
         hidden_BLE = self.embedding_VE[tokens_BL].cumsum(dim=1).sin()
         return self.wrap(hidden_BLE @ self.embedding_VE.T)
@@ -135,11 +138,11 @@ class Apart(Model):
 @pytest.mark.parametrize("fields", SETTINGS)
 def test_a_rehearsal_has_no_effect(fields, monkeypatch):
     monkeypatch.setattr("nemo_dllm.collections.diffusion.sampling.run.works_apart", lambda device: True)
-    model, config = Apart(), SamplerConfig(9, **fields)
+    apart, other, config = Apart(), Model(), SamplerConfig(9, **fields)
     rehearsed, plain = (
-        list(generate_stream(model, PROMPTS, config, mask_token_id=MASK, decode=decode)) for model in (model, Model())
+        list(generate_stream(model, PROMPTS, config, mask_token_id=MASK, decode=decode)) for model in (apart, other)
     )
-    assert model.waited_for == len(rehearsed) == len(plain)
+    assert apart.waited_for == len(rehearsed) == len(plain) and apart.passes == other.passes
     for one, other in zip(rehearsed, plain, strict=True):
         for name, value in vars(one).items():
             assert torch.equal(value, vars(other)[name]) if torch.is_tensor(value) else value == vars(other)[name]

@@ -1,3 +1,4 @@
+import numpy
 import pytest
 import torch
 
@@ -24,6 +25,17 @@ def test_prompt_is_kept_and_completion_follows(table_model):
     assert lists(result.completions) == [[2, 3, 4], [3, 4, 5]]
     assert result.steps == 3 == len(model.seen)
     assert model.seen[0].tolist() == [[6, M, M, M, M, 0], [1, 1, 1, M, M, M]]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [(6, 5), range(6, 4, -1), numpy.array([6, 5]), numpy.array([6, 5], dtype=numpy.uint8)]
+    + [torch.tensor([6, 5], dtype=torch.int32), [6, numpy.int32(5)], [6, torch.tensor(5)], [6, torch.tensor([5])]],
+    ids=repr,
+)
+def test_prompts_of_any_kind(table_model, prompt):
+    result = generate(table_model({2: {7: 0.9}}), [prompt, [1]], SamplerConfig(1), mask_token_id=M)
+    assert result.sequences[0].tolist() == [6, 5, 7]
 
 
 def test_key_mask_only_where_rows_are_padded():

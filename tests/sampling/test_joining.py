@@ -132,6 +132,15 @@ def test_turns_count_from_the_slowest_row_of_a_run_that_goes_on():
     assert joined.blocks() == [None, 0, 2, 2]
 
 
+def test_an_end_token_behind_holes_still_ends_the_text_of_a_row_that_has_moved(table_model):
+    model = table_model({1: {1: 0.5}, 2: {8: 0.9}}, vocab=M + 1, mask_id=M)
+    run = run_of(model, [[0]], [3], SamplerConfig(NEW_TOKENS, eos_token_id=8))
+    take(run.steps(), 1)
+    assert run.tokens_BT.tolist() == [[0, M, 8, *[M] * 6]]
+    (last,) = DenoisingRun.join_rows([Picked(run, (0,))]).steps()
+    assert last.tokens_BT.tolist() == [[0, 1, *[8] * 7]] and last.settled_BT[0, 1:].all()
+
+
 def test_what_comes_before_the_first_blocks_is_encoded_once(tiny_decoder):
     config = SamplerConfig(NEW_TOKENS, block_size=4, block_origin="sequence", cache="exact")
     model = tiny_decoder("sdar")

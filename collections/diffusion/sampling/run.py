@@ -190,7 +190,7 @@ class DenoisingRun:
 
     def _rehearse(self, scored: Scored, quotas: list[int]) -> None:
         """Do much of what follows a pass, to no effect, while the device still works: since the last pass, other
-        programs have driven it out of the CPU's caches, which makes it take three times as long."""
+        programs have driven it out of the CPU's caches, which makes it take several times as long."""
         judged = judge(torch.zeros(2, len(scored.places), dtype=torch.float64), self.config)
         scored.at(select_commits(judged, scored, quotas, self.config))
         self._fill([], [])

@@ -84,7 +84,7 @@ def rate(predictions: Predictions, config: SamplerConfig) -> Tensor:
 
 
 def judge(rated: Tensor | OnItsWay, config: SamplerConfig) -> Judged:
-    """Bring ``rate``'s numbers to the CPU: the one time in a step that it waits for the device.
+    """Bring ``rate``'s numbers to the CPU, which waits for a pass here and, to rehearse, for most of it before.
 
     Raises:
         ValueError: the model's logits leave no token to choose: there are NaN among them, or no finite one; or a
