@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nemo_dllm.collections.diffusion.checkpoint_folder import hf_weights
 from nemo_dllm.connectors.json_files import read_json_object
 from nemo_dllm.connectors.new_folder import (
     name_full_disk,
@@ -20,7 +21,6 @@ from nemo_dllm.connectors.new_folder import (
 )
 from nemo_dllm.connectors.safetensors_writer import DTYPE_NAMES, SafetensorsFile, TensorHeader
 from nemo_dllm.connectors.shard_layout import (
-    SAFETENSORS_FILE,
     SAFETENSORS_INDEX,
     ShardLayout,
     ShardPlan,
@@ -30,8 +30,6 @@ from nemo_dllm.connectors.shard_layout import (
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-PICKLE_FILE = "pytorch_model.bin"
-PICKLE_INDEX = "pytorch_model.bin.index.json"
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # How files begin that a clone without Git LFS has in the place of large ones.
@@ -192,18 +190,11 @@ def _read_config(path: Path) -> dict:
 
 def _open_weights(path: Path) -> dict[str, _SafetensorsShard | _PickleShard]:
     """The open file of each tensor."""
-    for index_name, single_name in ((SAFETENSORS_INDEX, SAFETENSORS_FILE), (PICKLE_INDEX, PICKLE_FILE)):
-        if (path / index_name).is_file():
-            return _open_indexed(path, index_name)
-        if (path / single_name).is_file():
-            shard = _open_shard(path / single_name)
-            return dict.fromkeys(shard.headers, shard)
-    others = sorted(file.name for file in path.glob("*.safetensors"))
-    without = f" ({others[0]}{', ...' if len(others) > 1 else ''} is there without an index)" if others else ""
-    raise FileNotFoundError(
-        f"{path} has no weights{without}; expected one of {SAFETENSORS_INDEX}, {SAFETENSORS_FILE}, {PICKLE_INDEX}, "
-        f"{PICKLE_FILE}"
-    )
+    weights = hf_weights(path)
+    if weights.suffix == ".json":
+        return _open_indexed(path, weights.name)
+    shard = _open_shard(weights)
+    return dict.fromkeys(shard.headers, shard)
 
 
 def _open_indexed(path: Path, index_name: str) -> dict[str, _SafetensorsShard | _PickleShard]:

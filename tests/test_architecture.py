@@ -77,7 +77,7 @@ ROOMS = {
     ),
     "connectors": Room(
         "torch nemo megatron lightning safetensors models cpu single_process connectors.modeling "
-        "objectives attention.masks model_source",
+        "objectives attention.masks model_source checkpoint_folder",
         inside="transformers huggingface_hub tokenizers gguf accelerate fiddle",
     ),
     # Its files stand alone in exports.

@@ -71,6 +71,23 @@ def checkpoint_kind(path: str | Path, *, best: bool = False) -> CheckpointKind:
     )
 
 
+def hf_weights(folder: Path, named: str | None = None) -> Path:
+    """The file of a Hugging Face checkpoint's weights, or the index of the files that they are in.
+
+    Args:
+        folder, named: as of :func:`check_hf_weights`.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    weights = next((folder / name for name in HF_WEIGHTS if (folder / name).is_file()), None)
+    if weights is None:
+        others = sorted(file.name for file in folder.glob("*.safetensors"))
+        without = f" ({others[0]}{', ...' if len(others) > 1 else ''} is there without an index)" if others else ""
+        raise FileNotFoundError(f"{named or folder} has no weights{without}; expected one of {', '.join(HF_WEIGHTS)}")
+    return weights
+
+
 def check_hf_weights(folder: Path, named: str | None = None) -> None:
     """Check that a Hugging Face checkpoint has the files of its weights; an index that cannot be read is not judged.
 
@@ -81,14 +98,12 @@ def check_hf_weights(folder: Path, named: str | None = None) -> None:
     Raises:
         FileNotFoundError: names the files.
     """
-    weights = next((name for name in HF_WEIGHTS if (folder / name).is_file()), None)
-    if weights is None:
-        others = sorted(file.name for file in folder.glob("*.safetensors"))
-        without = f" ({others[0]}{', ...' if len(others) > 1 else ''} is there without an index)" if others else ""
-        raise FileNotFoundError(f"{named or folder} has no weights{without}; expected one of {', '.join(HF_WEIGHTS)}")
-    absent = [name for name in _shards(folder / weights) if not (folder / name).is_file()]
+    weights = hf_weights(folder, named)
+    absent = [name for name in _shards(weights) if not (folder / name).is_file()]
     if absent:
-        raise FileNotFoundError(f"{named or folder} lacks shards that {weights} names: {', '.join(absent)}; fetch them")
+        raise FileNotFoundError(
+            f"{named or folder} lacks shards that {weights.name} names: {', '.join(absent)}; fetch them"
+        )
 
 
 def _shards(weights: Path) -> list[str]:
