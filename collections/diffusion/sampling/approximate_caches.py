@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, put, rows_and_columns, window_entries
+from nemo_dllm.collections.diffusion.sampling.blocks import Canvas, put, rows_and_columns, take, window_entries
 from nemo_dllm.collections.diffusion.sampling.cached_scorer import CachedScorer
 from nemo_dllm.collections.diffusion.sampling.device import on_device
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, stack_rows
@@ -112,7 +112,7 @@ class DelayedCache(CachedScorer):
         at = self._pass_over(window_BT)
         kept_BL = ~holes_BT.gather(1, at.window.index_BL) & at.window.valid_BL
         length = kept_BL.shape[1]
-        entries_N = window_entries(window_BT, length, self._right_shift).numpy().reshape(-1)[places]
+        entries_N = take(window_entries(window_BT, length, self._right_shift), places)
         self._encoded_BT = torch.where(window_BT, tokens_BT, self._encoded_BT)
         self._passes_B = self._passes_B + live_B
         given = (self._tokens_of(at, tokens_BT), at.positions_BL, self._cache)

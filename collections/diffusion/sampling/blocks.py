@@ -141,10 +141,15 @@ def window_entries(chosen_BT: Tensor, length: int, right_shift: bool) -> Tensor:
     return columns_BT + torch.arange(0, len(chosen_BT) * length, max(length, 1))[:, None]
 
 
+def places_of(chosen_BT: Tensor) -> list[int]:
+    """The chosen positions, ascending, counted row after row."""
+    return chosen_BT.numpy().reshape(-1).nonzero()[0].tolist()
+
+
 def places_by_row(chosen_BT: Tensor) -> list[list[int]]:
     """The chosen positions of each row, ascending, counted row after row."""
     rows, width = chosen_BT.shape
-    places = chosen_BT.numpy().reshape(-1).nonzero()[0].tolist()
+    places = places_of(chosen_BT)
     bounds = [bisect_left(places, row * width) for row in range(rows + 1)]
     return [places[start:end] for start, end in pairwise(bounds)]
 
@@ -156,6 +161,11 @@ def before_hole(holes_BT: Tensor) -> Tensor:
     # In a row without holes that is 0 as well.
     first_B[~holes_BT[numpy.arange(len(first_B)), first_B]] = holes_BT.shape[1]
     return torch.from_numpy(numpy.arange(holes_BT.shape[1]) < first_B[:, None])
+
+
+def take(canvas_BT: Tensor, places: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
+    """What is at some places of a canvas."""
+    return canvas_BT.numpy().reshape(-1)[places]
 
 
 def put(canvas_BT: Tensor, places: list[int], values: Any) -> Tensor:

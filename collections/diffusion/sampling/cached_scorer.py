@@ -16,6 +16,7 @@ from nemo_dllm.collections.diffusion.sampling.blocks import (
     Window,
     gather_window,
     rows_and_columns,
+    take,
     window_entries,
 )
 from nemo_dllm.collections.diffusion.sampling.device import on_device
@@ -77,13 +78,16 @@ class CachedScorer:
         """A pass over these positions."""
         window, (rows, width) = gather_window(chosen_BT), chosen_BT.shape
         places_BL = window.index_BL.numpy() + numpy.arange(0, rows * width, width)[:, None]
-        positions_BL, blocks_BL = (_at(places_BL, x_BT) for x_BT in (self._positions_BT, self._canvas.blocks_BT))
-        given = (on_device(x_BL, self._device) for x_BL in (positions_BL, window.valid_BL, blocks_BL))
-        return Pass(chosen_BT, window, places_BL, *given)
+        positions_BL, blocks_BL = (self._at(places_BL, x_BT) for x_BT in (self._positions_BT, self._canvas.blocks_BT))
+        return Pass(chosen_BT, window, places_BL, positions_BL, on_device(window.valid_BL, self._device), blocks_BL)
 
     def _tokens_of(self, at: Pass, tokens_BT: Tensor) -> Tensor:
         """Int64 [B, L], on the model's device."""
-        return on_device(_at(at.places_BL, tokens_BT), self._device)
+        return self._at(at.places_BL, tokens_BT)
+
+    def _at(self, places_BL: numpy.ndarray, x_BT: Tensor) -> Tensor:
+        """What is at some places of a canvas, on the model's device."""
+        return on_device(torch.from_numpy(take(x_BT, places_BL)), self._device)
 
     def _take(self, chosen_BT: Tensor, shifted: bool) -> None:
         """Let ``_denoise`` give these positions to the model; ``shifted`` as of ``window_entries``."""
@@ -98,13 +102,8 @@ class CachedScorer:
 
     def _logits_of(self, places: Sequence[int], logits_BLV: Tensor) -> Tensor:
         """Those [N, V] for some places; of a block without any token yet they are all of them, as they are."""
-        entries_N = self._entries_BT.numpy().reshape(-1)[places]
+        entries_N = take(self._entries_BT, places)
         rows, length = logits_BLV.shape[:2]
         if len(entries_N) == rows * length and (entries_N == numpy.arange(rows * length)).all():
             return logits_BLV.flatten(0, 1)
         return logits_BLV[rows_and_columns(entries_N, length, self._device)]
-
-
-def _at(places_BL: numpy.ndarray, x_BT: Tensor) -> Tensor:
-    """What is at some places of a canvas, [B, L]."""
-    return torch.from_numpy(x_BT.numpy().reshape(-1)[places_BL])

@@ -13,7 +13,9 @@ from torch import Tensor
 from nemo_dllm.collections.diffusion.sampling.blocks import (
     Canvas,
     following,
+    places_of,
     rows_and_columns,
+    take,
     window_entries,
 )
 from nemo_dllm.collections.diffusion.sampling.cached_scorer import CachedScorer, Pass
@@ -88,8 +90,7 @@ class CommittedBlocks(CachedScorer):
             return self._commit_and_score(tokens_BT, places)
         if not self._right_shift:
             return self._logits_of(places, self._denoise(tokens_BT))
-        entries_BT = self._entries_BT.numpy()
-        rows_N, columns_N = divmod(entries_BT.reshape(-1)[places], self._pass.positions_BL.shape[1])
+        rows_N, columns_N = divmod(take(self._entries_BT, places), self._pass.positions_BL.shape[1])
         has_neighbour_B = self._committed_BT.any(dim=1)
         if not columns_N.any() and has_neighbour_B.numpy()[rows_N].all():
             # With blocks of one token always so: the commit has given all that would be read of a pass.
@@ -142,9 +143,9 @@ class CommittedBlocks(CachedScorer):
         index_BL, valid_BL = over.window
         kept_BL = on_device(finished_BT.gather(1, index_BL) & valid_BL, self._device)
         entries_BT = window_entries(over.chosen_BT, index_BL.shape[1], right_shift=False)
-        places = (active_BT & self._canvas.holes_BT).numpy().reshape(-1).nonzero()[0].tolist()
+        places = places_of(active_BT & self._canvas.holes_BT)
         return JointPass(over, finished_BT, kept_BL, entries_BT, places, self._entries(places, entries_BT, over))
 
     def _entries(self, places: Sequence[int], entries_BT: Tensor, over: Pass) -> tuple[Tensor, Tensor]:
         """Rows and columns of a pass, int64 [N] each, on the model's device."""
-        return rows_and_columns(entries_BT.numpy().reshape(-1)[places], over.positions_BL.shape[1], self._device)
+        return rows_and_columns(take(entries_BT, places), over.positions_BL.shape[1], self._device)

@@ -234,7 +234,7 @@ def _as_row(ids: TokenRow, name: str) -> Tensor:
 def _as_tensor(ids: TokenRow) -> Tensor:
     if isinstance(ids, list) and ids and type(ids[0]) is int:
         # Numpy reads them in a third of the time; what else there may be among them, it cannot.
-        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        with suppress(TypeError, ValueError, RuntimeError):
             array = numpy.asarray(ids)
             if array.dtype == numpy.int64:
                 return torch.from_numpy(array)

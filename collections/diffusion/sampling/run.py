@@ -13,7 +13,6 @@ from copy import copy
 from math import inf
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from nemo_dllm.collections.diffusion.sampling.blocks import (
     following,
     gather_window,
     places_by_row,
+    places_of,
     put,
 )
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
@@ -292,8 +292,7 @@ class DenoisingRun:
     def _close(self, ended: list[bool]) -> list[int]:
         """Fill what is left of rows, for nothing behind the end of a text can change it; returns the places."""
         self.progress.end(ended)
-        closed_BT = self.holes_BT.numpy() & numpy.array(ended)[:, None]
-        places = closed_BT.reshape(-1).nonzero()[0].tolist()
+        places = places_of(self.holes_BT & torch.tensor(ended)[:, None])
         put(self.tokens_BT, places, self.config.end_token_ids[0])
         put(self.holes_BT, places, False)
         return places
