@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.checkpoint_folder import hf_weights
+from nemo_dllm.collections.diffusion.checkpoint_folder import SAFETENSORS_INDEX, check_shards, hf_weights
 from nemo_dllm.connectors.json_files import read_json_object
 from nemo_dllm.connectors.new_folder import (
     name_full_disk,
@@ -20,13 +20,7 @@ from nemo_dllm.connectors.new_folder import (
     unfinished_sibling,
 )
 from nemo_dllm.connectors.safetensors_writer import DTYPE_NAMES, SafetensorsFile, TensorHeader
-from nemo_dllm.connectors.shard_layout import (
-    SAFETENSORS_INDEX,
-    ShardLayout,
-    ShardPlan,
-    json_bytes,
-    plan_shards,
-)
+from nemo_dllm.connectors.shard_layout import ShardLayout, ShardPlan, json_bytes, plan_shards
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -205,9 +199,7 @@ def _open_indexed(path: Path, index_name: str) -> dict[str, _SafetensorsShard | 
     elsewhere = [file for file in files if Path(file).is_absolute() or ".." in Path(file).parts]
     if elsewhere:
         raise ValueError(f"{path / index_name} names files outside of its folder: {', '.join(elsewhere)}")
-    absent_files = [file for file in files if not (path / file).is_file()]
-    if absent_files:
-        raise FileNotFoundError(f"{path} lacks shards that {index_name} names: {', '.join(absent_files)}")
+    check_shards(path / index_name, files)
     shards, damaged = {}, []
     for file in files:
         try:

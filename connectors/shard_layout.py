@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nemo_dllm.collections.diffusion.checkpoint_folder import SAFETENSORS_FILE, SAFETENSORS_INDEX
 from nemo_dllm.connectors.safetensors_writer import TensorHeader
 
-SAFETENSORS_FILE = "model.safetensors"
-SAFETENSORS_INDEX = "model.safetensors.index.json"
 DEFAULT_SHARD_SIZE = 5_000_000_000
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

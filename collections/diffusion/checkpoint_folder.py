@@ -5,6 +5,7 @@ The standard library is enough for it, so that a folder without a checkpoint is 
 
 import json
 import re
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 
@@ -23,7 +24,9 @@ _VALIDATION_LOSS = re.compile(r"--val_loss=(-?\d+(?:\.\d+)?)")
 
 _WRITTEN_LAST = (".metadata", "metadata.json", "common.pt")
 
-HF_WEIGHTS = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
+SAFETENSORS_FILE = "model.safetensors"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+HF_WEIGHTS = (SAFETENSORS_INDEX, SAFETENSORS_FILE, "pytorch_model.bin.index.json", "pytorch_model.bin")
 """What the weights of a Hugging Face checkpoint are called; the first that is there counts, an index names the rest."""
 
 
@@ -99,10 +102,24 @@ def check_hf_weights(folder: Path, named: str | None = None) -> None:
         FileNotFoundError: names the files.
     """
     weights = hf_weights(folder, named)
-    absent = [name for name in _shards(weights) if not (folder / name).is_file()]
+    check_shards(weights, _shards(weights), named)
+
+
+def check_shards(index: Path, files: Iterable[str], named: str | None = None) -> None:
+    """Check that the files of weights are there.
+
+    Args:
+        index: names them, and lies beside them.
+        files: what it names.
+        named: what errors call the folder; None is its path.
+
+    Raises:
+        FileNotFoundError: names those that are not.
+    """
+    absent = [file for file in files if not (index.parent / file).is_file()]
     if absent:
         raise FileNotFoundError(
-            f"{named or folder} lacks shards that {weights.name} names: {', '.join(absent)}; fetch them"
+            f"{named or index.parent} lacks shards that {index.name} names: {', '.join(absent)}; fetch them"
         )
 
 
