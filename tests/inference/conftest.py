@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,18 @@ def model(single_process, hf_folder):
     from nemo_dllm.collections.diffusion.inference import load_checkpoint
 
     return load_checkpoint(hf_folder)
+
+
+@pytest.fixture
+def evaluate(single_process):
+    """The command, with what its command line gives it where nothing is said."""
+    from nemo_dllm.cli.sampling import COMMANDS, REQUIRED
+    from nemo_dllm.collections.diffusion.inference.evaluate import evaluate
+
+    (command,) = (command for command in COMMANDS if command.name == "evaluate")
+    return partial(
+        evaluate, **{option.name: option.default for option in command.own if option.default is not REQUIRED}
+    )
 
 
 @pytest.fixture

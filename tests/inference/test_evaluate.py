@@ -13,18 +13,6 @@ pytestmark = pytest.mark.nemo
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 TEXTS = [" ".join(f"w{(7 * i) % 190}" for i in range(100)), "w5 w7 w9", " ".join(f"w{i}" for i in range(30))]
 
-OPTIONS = {
-    "text_field": "text",
-    "chat_template": None,
-    "max_bad_rows": 0,
-    "seq_length": None,
-    "batch_size": 8,
-    "num_draws": 4,
-    "max_rows": None,
-    "seed": 1234,
-    "best": False,
-}
-
 
 @pytest.fixture(scope="module")
 def load(single_process):
@@ -120,11 +108,9 @@ def test_bad_numbers_and_texts(load, evaluate_texts):
         evaluate_texts(model, [""])
 
 
-def test_the_command_prints_lines_or_json(single_process, tmp_path, capsys):
-    from nemo_dllm.collections.diffusion.inference.evaluate import evaluate
-
+def test_the_command_prints_lines_or_json(evaluate, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(TEXTS[0])
-    options = {**OPTIONS, "num_draws": 2, "seed": 1}
+    options = {"num_draws": 2, "seed": 1}
     evaluate(GOLDEN / "sdar", tmp_path, **options, json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens"], found["bytes"], found["draws"]) == (100, len(TEXTS[0]), 2)

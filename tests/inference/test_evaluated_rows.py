@@ -10,18 +10,6 @@ import pytest
 pytestmark = pytest.mark.nemo
 
 MODEL = Path(__file__).parents[1] / "golden" / "models" / "a2d_qwen3"
-OPTIONS = {
-    "text_field": "text",
-    "chat_template": None,
-    "max_bad_rows": 0,
-    "seq_length": None,
-    "batch_size": 8,
-    "num_draws": 4,
-    "max_rows": None,
-    "seed": 1234,
-    "best": False,
-    "json": True,
-}
 TEXTS = ["w5 w7 w9", "w1 w2"]
 CHATS = [
     {"messages": [{"role": "user", "content": "w5 w7"}, {"role": "assistant", "content": "w9 w11"}]},
@@ -35,15 +23,14 @@ def lines(rows):
 
 
 @pytest.fixture
-def evaluated(single_process, tmp_path, capsys):
+def evaluated(evaluate, tmp_path, capsys):
     """Runs the command on a file of rows and returns what it found, and what it said besides."""
-    from nemo_dllm.collections.diffusion.inference.evaluate import evaluate
 
     def run(rows, name="rows.jsonl", **options):
         content = lines(rows).encode()
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
         capsys.readouterr()
-        evaluate(MODEL, tmp_path / name, **{**OPTIONS, **options})
+        evaluate(MODEL, tmp_path / name, json=True, **options)
         printed = capsys.readouterr()
         return json.loads(printed.out), printed.err
 
