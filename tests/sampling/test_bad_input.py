@@ -1,11 +1,13 @@
 """What users get wrong: settings of other types, prompts that are none, models that answer something else."""
 
 import math
+import warnings
 
+import numpy
 import pytest
 import torch
 
-from nemo_dllm.collections.diffusion.sampling import SamplerConfig, generate, infill, span_between
+from nemo_dllm.collections.diffusion.sampling import SamplerConfig, denoise, generate, infill, span_between
 
 M = 9
 
@@ -66,6 +68,7 @@ def test_sequences_become_tuples_and_whole_numbers_are_numbers():
         ([[1, 2**63]], r"prompts\[0\]=\[1, 9223372036854775808\] is no sequence of token ids"),
         ([[2**63]], r"prompts\[0\]=\[9223372036854775808\] is no sequence of token ids"),
         ([[2**70]], r"prompts\[0\]=\[.*\] is no sequence of token ids"),
+        ([torch.tensor(5)], r"prompts\[0\]=tensor\(5\) is no sequence of token ids"),
         ([[-1, 2]], "-1 among the given tokens is outside the model's vocabulary"),
     ],
 )
@@ -100,11 +103,49 @@ def test_the_mask_is_no_end_token(table_model, fields):
 def test_suppression_that_leaves_no_token(table_model):
     fields = {"suppress_token_ids": tuple(range(8)), "eos_token_id": 8}
     assert run(table_model({}), **fields).completions[0].tolist() == [8]
-    with pytest.raises(ValueError, match="min_new_tokens=2 and the mask token are the whole vocabulary of 10"):
-        run(table_model({}), **fields, min_new_tokens=2)
+    for stops in (True, False):
+        with pytest.raises(ValueError, match="min_new_tokens=2 and the mask token are the whole vocabulary of 10"):
+            run(table_model({}), **fields, stop_at_eos=stops, min_new_tokens=2)
 
 
-@pytest.mark.parametrize("per_row", [{"seeds": [None]}, {"seeds": [1.5]}, {"row_ids": ["a"]}])
+@pytest.mark.parametrize("given", [None, "9", 1.5, 9.0, True, -1, 2**63 - 1, 2**70, [9], torch.tensor([1, 2])])
+def test_masks_and_pads_that_are_no_tokens(table_model, given):
+    message = "_token_id=.* must be a token id, a whole number of at least 0"
+    model, tokens_BT = table_model({}), torch.tensor([[1, 0]])
+    with pytest.raises(ValueError, match=f"^mask{message}"):
+        generate(model, [[1]], SamplerConfig(4), mask_token_id=given)
+    with pytest.raises(ValueError, match=f"^mask{message}"):
+        infill(model, [[1, 2]], [[False, True]], SamplerConfig(4), mask_token_id=given)
+    with pytest.raises(ValueError, match=f"^mask{message}"):
+        denoise(model, tokens_BT, tokens_BT == 0, given, SamplerConfig(4))
+    if given is not None:
+        with pytest.raises(ValueError, match=f"^pad{message}"):
+            generate(model, [[1]], SamplerConfig(4), mask_token_id=M, pad_token_id=given)
+    assert not model.seen
+
+
+def test_numbers_of_other_libraries(context_model):
+    """What a field, a seed or an id may be given as makes no difference."""
+    config, model = SamplerConfig(6, temperature=1.0, seed=2**62 + 3, suppress_token_ids=(1, 2)), context_model()
+
+    def sample(config=config, mask=M, **keywords):
+        result = generate(model, [[3], [4, 5]], config, mask_token_id=mask, **keywords)
+        return [row.tolist() for row in result.sequences]
+
+    numbers = {"seed": numpy.int64(2**62 + 3), "suppress_token_ids": numpy.array([1, 2])}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sample(SamplerConfig(numpy.int32(6), temperature=1.0, **numbers)) == sample()
+    assert sample(mask=numpy.int64(M), pad_token_id=torch.tensor(0)) == sample()
+    for name, values in (("seeds", [-7, 2**62]), ("row_ids", [5, -1])):
+        for given in (numpy.array(values), torch.tensor(values), list(numpy.array(values)), tuple(values)):
+            assert sample(**{name: given}) == sample(**{name: values})
+
+
+@pytest.mark.parametrize(
+    "per_row",
+    [{"seeds": [None]}, {"seeds": [1.5]}, {"row_ids": ["a"]}, {"seeds": 3}, {"row_ids": 0}, {"seeds": torch.tensor(3)}],
+)
 def test_seeds_and_row_ids_are_whole_numbers(table_model, per_row):
     (name,) = per_row
     with pytest.raises(ValueError, match=f"{name}=.* must be whole numbers, one per row"):
@@ -173,6 +214,10 @@ def test_infilling(table_model):
             fill([[1], [1, 2]], [[True], rows])
     with pytest.raises(ValueError, match=r"holes\[0\] is of shape \[1, 1\]; give one boolean per token"):
         fill([[1]], [[[True]]])
+    for row in ([0, 2], [0.0, 0.5], "ab", None):
+        with pytest.raises(ValueError, match=r"holes\[0\]=.* are no booleans.*give one boolean per token"):
+            fill([[1, 2]], [row])
+    assert [row.tolist() for row in fill([[1, 2]], [[0, 0]])] == [[1, 2]]
     assert span_between([1], [2], 0) == ([1, 2], [False, False])
     with pytest.raises(ValueError, match="length=-3 must be at least 0"):
         span_between([1], [2], -3)

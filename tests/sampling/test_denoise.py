@@ -220,6 +220,26 @@ def test_bad_arguments_raise_before_the_first_step(table_model, holes_BT, row_id
         denoise(table_model({}), torch.zeros(1, 3, dtype=torch.int64), holes_BT, M, SamplerConfig(), row_ids=row_ids)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_a_canvas_of_no_token_ids_is_refused(table_model, dtype):
+    canvas_BT = torch.tensor([[1, 2, 3]])
+    with pytest.raises(ValueError, match=f"canvas_BT is {dtype}; give token ids"):
+        denoise(table_model({}), canvas_BT.to(dtype), canvas_BT == 3, M, SamplerConfig())
+    *_, last = denoise(table_model({2: {4: 0.9}}), canvas_BT.int(), canvas_BT == 3, M, SamplerConfig(), device="cpu")
+    assert (last.tokens_BT.dtype, last.tokens_BT.tolist()) == (torch.int64, [[1, 2, 4]])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 3), (1, 2), (2, 3), (3,)])
+def test_a_key_mask_of_another_type_or_shape_is_refused(table_model, dtype, shape):
+    """``~`` of 0 and 1 are -1 and -2: a mask of them would hide nothing from the checks."""
+    canvas_BT = torch.tensor([[1, 2, 3]])
+    for key_mask_BT in (torch.ones(shape, dtype=dtype), torch.ones(shape, dtype=torch.bool)):
+        if key_mask_BT.dtype != torch.bool or shape != (1, 3):
+            with pytest.raises(ValueError, match=r"key_mask_BT is torch.* for canvas_BT of shape \[1, 3\]; give one"):
+                denoise(table_model({}), canvas_BT, canvas_BT == 3, M, SamplerConfig(), key_mask_BT)
+
+
 def test_holes_at_padding_are_refused(table_model):
     holes_BT = torch.tensor([[False, True, True]])
     key_mask_BT = torch.tensor([[True, True, False]])

@@ -4,9 +4,7 @@ Shape letters: B rows, T canvas positions.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy
 import torch
@@ -15,10 +13,16 @@ from torch import Tensor
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.denoise import denoise
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
+from nemo_dllm.collections.diffusion.sampling.rows import (
+    TokenRow,
+    as_holes,
+    as_row,
+    canvas_of,
+    device_of,
+    padding_of,
+)
 from nemo_dllm.collections.diffusion.sampling.step import DenoiseStep
 from nemo_dllm.collections.diffusion.sampling.stopping import Decode, text_end
-
-TokenRow = Sequence[int] | Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +40,6 @@ class GenerateResult:
     completions: list[Tensor]
     steps: int
     finish_reasons: list[str]
-
-
-class _Rows(NamedTuple):
-    tokens_BT: Tensor
-    holes_BT: Tensor
-    key_mask_BT: Tensor | None
 
 
 def generate(
@@ -108,10 +106,10 @@ def generate_stream(
     """As ``generate``, but hand out the canvas after every step; ``generation_result`` reads the last one."""
     if len(prompts) == 0:
         raise ValueError("prompts is empty; give at least one prompt, as a list of token ids")
-    starts = [_as_row(_start(prompt, index, config), f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+    starts = [as_row(_start(prompt, index, config), f"prompts[{index}]") for index, prompt in enumerate(prompts)]
     lengths = [_new_tokens(len(start), index, config) for index, start in enumerate(starts)]
     holes = [numpy.arange(len(start) + length) >= len(start) for start, length in zip(starts, lengths, strict=True)]
-    stacked = _stack_rows(starts, holes, mask_token_id if pad_token_id is None else pad_token_id, config)
+    stacked = canvas_of(starts, holes, padding_of(mask_token_id, pad_token_id), config)
     return denoise(
         model,
         stacked.tokens_BT,
@@ -122,7 +120,7 @@ def generate_stream(
         row_ids,
         seeds=seeds,
         decode=decode,
-        device=_device_of(prompts, device),
+        device=device_of(prompts, device),
     )
 
 
@@ -175,22 +173,19 @@ def infill(
     Raises:
         ValueError: there are no rows, a row and its holes differ in length, or an id is outside the vocabulary.
     """
-    rows = [_as_row(row, f"tokens[{index}]") for index, row in enumerate(tokens)]
-    lengths, hole_lengths = [len(row) for row in rows], [len(row) for row in holes]
+    rows = [as_row(row, f"tokens[{index}]") for index, row in enumerate(tokens)]
+    hole_rows = [as_holes(row, f"holes[{index}]") for index, row in enumerate(holes)]
+    lengths, hole_lengths = list(map(len, rows)), list(map(len, hole_rows))
     if not lengths or lengths != hole_lengths:
         raise ValueError(
             f"holes has rows of lengths {hole_lengths} for tokens of lengths {lengths}; give at least one row and one "
             "boolean per token"
         )
-    hole_rows = [torch.as_tensor(row, dtype=torch.bool).cpu().numpy() for row in holes]
-    for index, hole_row in enumerate(hole_rows):
-        if hole_row.ndim != 1:
-            raise ValueError(f"holes[{index}] is of shape {list(hole_row.shape)}; give one boolean per token")
     config = replace(config, stop_at_eos=False, stop_token_ids=(), stop_strings=(), min_new_tokens=0)
-    stacked = _stack_rows(rows, hole_rows, mask_token_id if pad_token_id is None else pad_token_id, config)
+    stacked = canvas_of(rows, hole_rows, padding_of(mask_token_id, pad_token_id), config)
     filled_BT, passes = stacked.tokens_BT, 0
     canvas = (stacked.tokens_BT, stacked.holes_BT, mask_token_id, config, stacked.key_mask_BT, row_ids)
-    for last in denoise(model, *canvas, seeds=seeds, device=_device_of(tokens, device)):
+    for last in denoise(model, *canvas, seeds=seeds, device=device_of(tokens, device)):
         filled_BT, passes = last.tokens_BT, last.step
     sequences = [filled_T[:length] for filled_T, length in zip(filled_BT, lengths, strict=True)]
     completions = [row[row_holes] for row, row_holes in zip(sequences, hole_rows, strict=True)]
@@ -209,41 +204,10 @@ def span_between(prefix: Sequence[int], suffix: Sequence[int], length: int) -> t
     return tokens, [len(prefix) <= index < len(prefix) + length for index in range(len(tokens))]
 
 
-def _device_of(rows: Sequence[TokenRow], device: torch.device | str | None) -> torch.device:
-    """The model's: the one that is given, or that of the rows."""
-    if device is None:
-        device = next((row.device for row in rows if isinstance(row, Tensor)), "cpu")
-    return torch.device(device)
-
-
-def _as_row(ids: TokenRow, name: str) -> Tensor:
-    """On the CPU, where canvases are put together."""
-    try:
-        row = _as_tensor(ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name}={ids!r} is no sequence of token ids ({error})") from error
-    whole = row.numel() == 0 or not (row.is_floating_point() or row.is_complex() or row.dtype == torch.bool)
-    if row.ndim != 1 or not whole:
-        raise ValueError(
-            f"{name} is {row.dtype} of shape {list(row.shape)}; give each row as a sequence of token ids, which are "
-            "whole numbers"
-        )
-    return row.long()
-
-
-def _as_tensor(ids: TokenRow) -> Tensor:
-    if isinstance(ids, list) and ids and type(ids[0]) is int:
-        # Numpy reads them in a third of the time; what else there may be among them, it cannot.
-        with suppress(TypeError, ValueError, RuntimeError):
-            array = numpy.asarray(ids)
-            if array.dtype == numpy.int64:
-                return torch.from_numpy(array)
-    return torch.as_tensor(ids).cpu()
-
-
 def _start(prompt: TokenRow, index: int, config: SamplerConfig) -> TokenRow:
     """The prompt, or the start token where it is empty."""
-    if not hasattr(prompt, "__len__"):
+    # A tensor that is a single number has no length, whatever its methods.
+    if not hasattr(prompt, "__len__") or getattr(prompt, "ndim", 1) == 0:
         raise ValueError(f"prompts[{index}]={prompt!r} is no sequence of token ids; give one per row, as [[1, 2, 3]]")
     if len(prompt) > 0:
         return prompt
@@ -268,25 +232,3 @@ def _new_tokens(start: int, index: int, config: SamplerConfig) -> int:
             f"max_length={config.max_length}; shorten the prompt or raise max_length"
         )
     return min(room, config.max_new_tokens)
-
-
-def _stack_rows(
-    rows: Sequence[Tensor], holes: Sequence[numpy.ndarray], pad_token_id: int, config: SamplerConfig
-) -> _Rows:
-    """Stack rows left-aligned, so that positions run on from prompt to answer; pads on the right are no keys.
-
-    Holes at the end of a row need no tokens.
-    """
-    shape, pad_token_id = (len(rows), max(map(len, holes))), int(pad_token_id)
-    tokens_BT = numpy.full(shape, pad_token_id, dtype=numpy.int64)
-    holes_BT, key_mask_BT = numpy.zeros((2, *shape), dtype=bool)
-    for row, (tokens_T, holes_T) in enumerate(zip(rows, holes, strict=True)):
-        tokens_BT[row, : len(tokens_T)] = tokens_T.numpy()
-        holes_BT[row, : len(holes_T)] = holes_T
-        key_mask_BT[row, : len(holes_T)] = True
-    if config.quirks.pad_ids_are_padding:
-        key_mask_BT &= holes_BT | (tokens_BT != pad_token_id)
-    elif key_mask_BT.all():
-        # A mask that hides nothing would only keep attention off its fast path.
-        return _Rows(torch.from_numpy(tokens_BT), torch.from_numpy(holes_BT), None)
-    return _Rows(*map(torch.from_numpy, (tokens_BT, holes_BT, key_mask_BT)))

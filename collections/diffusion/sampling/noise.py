@@ -6,6 +6,7 @@ Shape letters: B rows, T positions.
 from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -55,8 +56,9 @@ class RowNoise:
     def __init__(self, seeds: int | Sequence[int] | None, row_ids: Sequence[int], device: torch.device):
         if seeds is None:
             seeds = int(torch.randint(1 << 62, ()))
-        if isinstance(seeds, int):
-            seeds = [seeds] * len(row_ids)
+        if isinstance(seeds, Integral):
+            # A number of numpy has no room for 64 bits and their sign.
+            seeds = [int(seeds)] * len(row_ids)
         self._draws = [_Draws(row_seed(seed, row_id), device) for seed, row_id in zip(seeds, row_ids, strict=True)]
 
     @classmethod

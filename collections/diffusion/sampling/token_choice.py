@@ -5,12 +5,35 @@ Shape letters: N scored positions of all rows in row-major order, V vocabulary.
 
 from collections.abc import Callable
 from functools import lru_cache
+from operator import index
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
 from nemo_dllm.collections.diffusion.sampling.noise import gumbel
+
+_END_OF_IDS = torch.iinfo(torch.int64).max
+
+
+def as_token_id(name: str, value: SupportsIndex) -> int:
+    """A token's number, which may come as a number of numpy or torch.
+
+    Args:
+        name: of the argument.
+        value: that a user gave.
+
+    Raises:
+        ValueError: it is none, whatever the vocabulary.
+    """
+    try:
+        token_id = -1 if isinstance(value, bool) else index(value)
+    except TypeError:
+        token_id = -1
+    if not 0 <= token_id < _END_OF_IDS:
+        raise ValueError(f"{name}={value!r} must be a token id, a whole number of at least 0")
+    return token_id
 
 
 def check_token_ids(config: SamplerConfig, mask_token_id: int, vocabulary: int) -> None:
@@ -34,7 +57,7 @@ def check_token_ids(config: SamplerConfig, mask_token_id: int, vocabulary: int) 
                 )
     first = config.begin_suppress_token_ids
     if config.min_new_tokens > 0:
-        first = (*first, *config.end_token_ids)
+        first = (*first, *_early_ends(config))
     if len({mask_token_id, *config.suppress_token_ids, *first}) >= vocabulary:
         raise ValueError(
             f"suppress_token_ids, begin_suppress_token_ids, end tokens with min_new_tokens={config.min_new_tokens} "
@@ -44,7 +67,7 @@ def check_token_ids(config: SamplerConfig, mask_token_id: int, vocabulary: int) 
 
 def check_given_tokens(tokens_BT: Tensor, vocabulary: int | None) -> None:
     """Raise ValueError where tokens of a canvas on the CPU are outside the vocabulary; None knows no upper end."""
-    tokens_BT, end = tokens_BT.numpy(), vocabulary or 2**63 - 1
+    tokens_BT, end = tokens_BT.numpy(), vocabulary or _END_OF_IDS
     if tokens_BT.min(initial=0) < 0 or tokens_BT.max(initial=0) >= end:
         outside_N = tokens_BT[(tokens_BT < 0) | (tokens_BT >= end)]
         of = "" if vocabulary is None else f" of {vocabulary}"
@@ -58,7 +81,7 @@ def check_given_tokens(tokens_BT: Tensor, vocabulary: int | None) -> None:
 def token_columns(token_ids: tuple[int, ...], vocabulary: int, device: torch.device) -> Tensor:
     """Bool [V], True at some tokens. Kept, because to bring it to the device makes the CPU wait."""
     columns_V = torch.zeros(vocabulary, dtype=torch.bool)
-    columns_V[list(token_ids)] = True
+    columns_V[torch.tensor(token_ids, dtype=torch.int64)] = True
     return columns_V.to(device)
 
 
@@ -66,6 +89,12 @@ def tells_first_tokens_apart(config: SamplerConfig) -> bool:
     """Whether some tokens are forbidden at the beginning of a completion only."""
     begin = config.begin_suppress_token_ids and not config.quirks.begin_suppress_by_confidence
     return bool(begin) or config.min_new_tokens > 0
+
+
+def _early_ends(config: SamplerConfig) -> tuple[int, ...]:
+    """Tokens that are none of the first ``min_new_tokens``, whether a row stops at them or not."""
+    eos = () if config.eos_token_id is None else (config.eos_token_id,)
+    return (*eos, *config.stop_token_ids)
 
 
 def forbidden_tokens(mask_token_id: int, config: SamplerConfig) -> tuple[int, ...]:
@@ -100,8 +129,7 @@ def restrict_logits(logits_NV: Tensor, ordinals_N: Tensor | None, mask_token_id:
     forbidden = forbidden_tokens(mask_token_id, config)
     if forbidden:
         allowed_NV.masked_fill_(token_columns(forbidden, vocabulary, device), -torch.inf)
-    eos = () if config.eos_token_id is None else (config.eos_token_id,)
-    early = [((*eos, *config.stop_token_ids), config.min_new_tokens)]
+    early = [(_early_ends(config), config.min_new_tokens)]
     if not config.quirks.begin_suppress_by_confidence:
         early.append((config.begin_suppress_token_ids, 1))
     for token_ids, positions in early:
