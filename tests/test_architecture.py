@@ -54,7 +54,8 @@ ROOMS = {
     "collections.diffusion.attention.masks": Room("torch"),
     "collections.diffusion.attention.flex": Room("torch attention.masks"),
     "collections.diffusion.attention": Room("torch megatron attention.masks attention.flex", inside="kernels"),
-    "collections.diffusion.cpu": Room("torch", inside="megatron nemo"),
+    "collections.diffusion.gloo": Room("torch"),
+    "collections.diffusion.cpu": Room("torch gloo", inside="megatron nemo"),
     "collections.diffusion.single_process": Room("torch megatron cpu"),
     "collections.diffusion.chat_prompts": Room("characters", inside="transformers"),
     "collections.diffusion.data": Room(
@@ -62,7 +63,7 @@ ROOMS = {
         inside="megatron transformers huggingface_hub datasets pyarrow rich jinja2",
     ),
     "collections.diffusion.models": Room(
-        "torch nemo megatron lightning objectives attention attention.masks cpu", inside="kernels"
+        "torch nemo megatron lightning objectives attention attention.masks cpu gloo", inside="kernels"
     ),
     "collections.diffusion.training": Room("torch nemo megatron lightning rich models checkpoint_folder"),
     "collections.diffusion.inference": Room(

@@ -7,10 +7,11 @@ CUDA device exists, nothing on import, and calling it twice is the same as calli
 
 import contextlib
 import functools
-import os
 import types
 
 import torch
+
+from nemo_dllm.collections.diffusion.gloo import use_few_threads_of_gloo
 
 _CPU = torch.device("cpu")
 
@@ -72,38 +73,13 @@ def enable_cpu_runtime() -> bool:
     if not _enabled:
         # torch remembers which functions make tensors at its first `with torch.device(...)`: before they are wrapped.
         torch.utils._device._device_constructors()
-        use_one_worker_of_gloo()
+        use_few_threads_of_gloo()
         _replace_cuda_module_functions()
         _read_cuda_device_arguments_as_cpu()
         _rename_tensor_types()
         _adapt_megatron()
         _enabled = True
     return True
-
-
-@functools.cache
-def use_one_worker_of_gloo() -> None:
-    """Give each process group over gloo one thread for its collectives, on a machine without CUDA.
-
-    Of the two that torch gives a group, each notes the name of what it has done last, without a lock. A name of more
-    than the 15 bytes that a string holds in itself, as of the coalesced gathers of Megatron-FSDP, may then be freed by
-    both, and the process dies soon after. Groups that exist keep theirs, so this comes before a trainer makes its own.
-    """
-    if torch.cuda.is_available() or not torch.distributed.is_gloo_available():
-        return
-    gloo = torch.distributed.ProcessGroupGloo
-    original = gloo.__init__
-
-    def with_one_worker(group, store, rank, size, timeout=torch.distributed.constants.default_pg_timeout):
-        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-        # None is the device that the host's name leads to.
-        names = interfaces.split(",") if interfaces else [None]
-        options = gloo._Options()
-        options._devices = [gloo.create_device(interface=n) if n else gloo.create_default_device() for n in names]
-        options._timeout, options._threads = timeout, 1
-        original(group, store, rank, size, options)
-
-    gloo.__init__ = with_one_worker
 
 
 def prepare_model_build(config) -> None:

@@ -11,6 +11,7 @@ from nemo.lightning.pytorch.optim import OptimizerModule
 
 from nemo_dllm.collections.diffusion import cpu
 from nemo_dllm.collections.diffusion.attention.layers import check_layer_choice, diffusion_block_spec
+from nemo_dllm.collections.diffusion.gloo import use_few_threads_of_gloo
 from nemo_dllm.collections.diffusion.models.adam import use_group_step_adam
 from nemo_dllm.collections.diffusion.models.balancing import give_to_layers
 from nemo_dllm.collections.diffusion.models.batch import DiffusionBatch, corrupt_batch, shard_context, to_device
@@ -58,7 +59,7 @@ class DiffusionModel(GPTModel):
         check_layer_choice(transformer_impl, attention_backend)
         check_balance_over(balance_over)
         _check_config(config)
-        cpu.use_one_worker_of_gloo()
+        use_few_threads_of_gloo()
         super().__init__(config, optim=optim, tokenizer=tokenizer, model_transform=model_transform)
         self.objective = objective
         self.transformer_impl = transformer_impl
