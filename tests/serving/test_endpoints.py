@@ -100,6 +100,18 @@ def test_where_texts_end(kit, stream, said, stop, text, reason, tokens):
         assert events[-1]["usage"]["completion_tokens"] == tokens and events[-1]["choices"] == []
 
 
+@pytest.mark.parametrize("stop, text, tokens", [(" o", "", 2), ("o", " ", 2), ("e t", " on", 6)])
+def test_a_stop_may_begin_with_the_white_space_behind_the_prompt(kit, monkeypatch, stop, text, tokens):
+    """Which tokenizers such as LLaMA 2's leave out in front of a text of its own."""
+    model = kit.ToyModel(b" one two three")
+    monkeypatch.setattr(model, "decode", lambda ids: model.tokenizer.decode(ids).removeprefix(" "))
+    with kit.running(model) as server:
+        body = server.post("/v1/completions", {"prompt": "say|", "max_tokens": 8, "stop": stop}).json()
+    (choice,) = body["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+    assert body["usage"]["completion_tokens"] == tokens
+
+
 def test_a_stream_adds_up_to_the_answer_without_one(server):
     given = {"prompt": "hello", "max_tokens": 40, "temperature": 1.0, "seed": 8, "n": 2, "block_size": 4}
     whole = server.post("/v1/completions", given).json()

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from nemo_dllm.collections.diffusion.serving import answer
+from nemo_dllm.collections.diffusion.serving import answer, serve
 from nemo_dllm.collections.diffusion.serving.engine import BatchingEngine
 from nemo_dllm.collections.diffusion.serving.limits import ServerLimits
 from nemo_dllm.collections.diffusion.serving.metrics import ServerMetrics
@@ -45,6 +45,25 @@ def test_who_has_no_key_is_told_how_to_give_one(kit):
         for method in ("GET", "HEAD"):
             response = httpx.request(method, f"{server.url}/v1/models")
             assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+
+
+@pytest.mark.parametrize("scheme", ["Bearer ", "bearer ", "BEARER  "])
+def test_the_scheme_before_a_key_may_be_written_in_any_way(kit, scheme):
+    with kit.running(kit.ToyModel(), api_key="sesame") as server:
+        for key, status in (("sesame", 200), ("SESAME", 401)):
+            response = httpx.get(f"{server.url}/v1/models", headers={"Authorization": scheme + key})
+            assert response.status_code == status
+
+
+@pytest.mark.parametrize("key", ["", " ", "open sesame\n", "s\u00e9same", "ses\x01ame"])
+def test_a_key_that_no_client_can_send_is_told_at_once(key, monkeypatch):
+    with pytest.raises(ValueError, match="^api_key is empty, or holds what no header can") as told:
+        serve("no checkpoint", port=-1, api_key=key)
+    assert not key.strip() or key.strip() not in str(told.value)
+    monkeypatch.setenv("NEMO_DLLM_API_KEY", key)
+    # An empty variable is none, and the port is looked at next.
+    with pytest.raises(ValueError, match="^NEMO_DLLM_API_KEY is empty" if key else "^port=-1"):
+        serve("no checkpoint", port=-1)
 
 
 def test_a_request_that_no_queue_takes_says_so(kit):

@@ -83,8 +83,9 @@ class Answer:
         self._rows = []
         for index, choice in enumerate(plan.choices):
             context = choice.prompt[len(choice.prompt) - min(plan.context_tokens, len(choice.prompt)) :]
-            deliver = partial(self._receive, index, TextStream(decode, context, plan.stops))
-            fixed = (plan.config, plan.seed, choice.row_id, deliver, streams, canvas, request_id)
+            stream = TextStream(decode, context, plan.stops)
+            deliver = partial(self._receive, index, stream)
+            fixed = (plan.config, plan.seed, choice.row_id, deliver, streams, canvas, request_id, stream.text)
             self._rows.append(Row(choice.prompt, plan.suffix, choice.hole_count, *fixed))
         try:
             engine.submit(self._rows)

@@ -278,7 +278,7 @@ class BatchingEngine:
             if count < row.hole_count:
                 row.deliver(RowUpdate(tokens, canvas=views.get(index)))
                 continue
-            end = text_end(tokens, row.config, self._denoising.decode)
+            end = text_end(tokens, row.config, row.decode or self._denoising.decode)
             reason = "length" if end is None else "stop"
             row.deliver(RowUpdate(tokens[:end], reason, views.get(index)))
             row.done = True

@@ -93,12 +93,12 @@ class RequireKey:
     """Lets requests to paths under /v1/ in by their key, as OpenAI's clients send it."""
 
     def __init__(self, app: ASGIApp, api_key: str):
-        self._app, self._expected = app, f"Bearer {api_key}".encode()
+        self._app, self._expected = app, api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/v1/"):
-            given = Headers(scope=scope).get("authorization", "").encode()
-            if not hmac.compare_digest(given, self._expected):
+            scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+            if not hmac.compare_digest(given.strip(" ").encode(), self._expected) or scheme.lower() != "bearer":
                 error = RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
                 await error_response(error)(scope, receive, send)
                 return

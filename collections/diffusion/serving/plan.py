@@ -87,7 +87,8 @@ class Planner:
         length = _Length(request.max_tokens, "max_tokens")
         if request.max_completion_tokens is not None:
             if length.asked not in (None, request.max_completion_tokens):
-                raise RequestError(422, "max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
+                message = "max_tokens and max_completion_tokens differ; give one of them"
+                raise RequestError(422, message, "max_tokens", "invalid_value")
             length = _Length(request.max_completion_tokens, "max_completion_tokens")
         with naming_the_field("messages"):
             template = self._model.chat_template
@@ -106,7 +107,8 @@ class Planner:
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         if not prompt:
-            raise RequestError(422, "prompt is an empty list; give a text, or a list with at least one", "prompt")
+            message = "prompt is an empty list; give a text, or a list with at least one"
+            raise RequestError(422, message, "prompt", "invalid_value")
         # Before so many are encoded.
         self._check_count(request, len(prompt), "prompt")
         rows = [self._model.loaded.encode(text) if isinstance(text, str) else text for text in prompt]
@@ -199,7 +201,8 @@ def _plan(
     context_tokens: int,
 ) -> Plan:
     if request.canvas and not request.stream:
-        raise RequestError(422, "canvas=true shows the steps of a stream; set stream=true as well", "canvas")
+        message = "canvas=true shows the steps of a stream; set stream=true as well"
+        raise RequestError(422, message, "canvas", "invalid_value")
     seeds = (request.seed, config.seed, secrets.randbits(63))
     seed = next(seed for seed in seeds if seed is not None)
     # Samples share their prompt.

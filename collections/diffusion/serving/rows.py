@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from nemo_dllm.collections.diffusion.sampling import SamplerConfig
+from nemo_dllm.collections.diffusion.sampling.stopping import Decode
 
 # The loop does not read how many tokens are new, so that rows of different lengths share a batch.
 _ANY_LENGTH = 2**31 - 1
@@ -55,6 +56,8 @@ class Row:
         streams: whether to deliver tokens before the last one is found.
         wants_canvas: whether to deliver the canvas of every pass.
         request_id: what the log calls the row's request.
+        decode: generated ids -> their text behind the prefix, which stop strings are looked for in; None takes the
+            engine's, which knows no prefix.
         abandoned: set by ``BatchingEngine.cancel``.
         done: set by the engine after the last update.
         delivered: tokens that updates have had so far.
@@ -71,6 +74,7 @@ class Row:
     streams: bool = False
     wants_canvas: bool = False
     request_id: str = ""
+    decode: Decode | None = None
     abandoned: bool = False
     done: bool = False
     delivered: int = field(default=0, init=False)

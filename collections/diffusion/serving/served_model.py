@@ -92,7 +92,8 @@ class ServedModel:
             RequestError: names the field that is unknown, or does not fit the others.
         """
         if preset is not None and preset not in PRESETS:
-            raise RequestError(422, f"preset={preset!r} is unknown; known: {', '.join(sorted(PRESETS))}", "preset")
+            message = f"preset={preset!r} is unknown; known: {', '.join(sorted(PRESETS))}"
+            raise RequestError(422, message, "preset", "invalid_value")
         for field in TOKEN_ID_FIELDS:
             self.check_token_ids(settings.get(field, ()), field)
         server = (self._preset, self._settings) if preset is None else (preset, {})
@@ -112,7 +113,8 @@ class ServedModel:
             check_token_ids(config, self.loaded.mask_token_id, self.vocab_size)
         needed = "score_and_keep" if config.cache == DELAYED else "commit"
         if config.cache is not None and not hasattr(self.loaded.denoiser, needed):
-            raise RequestError(422, f"cache={config.cache!r} is not available for this model; leave it out", "cache")
+            message = f"cache={config.cache!r} is not available for this model; leave it out"
+            raise RequestError(422, message, "cache", "invalid_value")
 
     def check_token_ids(self, ids: Sequence[int], field: str) -> None:
         """Refuse ids outside the vocabulary, which would end the process on a GPU.

@@ -63,11 +63,11 @@ def serve(
 
     Raises:
         FileNotFoundError, ValueError: there is no checkpoint to sample from, or the settings do not fit it, or
-            the port is taken.
+            the port is taken, or no client could send the key.
     """
     of_rows = (max_batch_rows, max_batch_tokens, max_waiting_rows, max_rows_per_request)
     limits = ServerLimits(*of_rows, max_completion_tokens, max_body_bytes, timeout_seconds, shutdown_seconds)
-    template = read_template(chat_template)
+    template, key = read_template(chat_template), _api_key(api_key)
     # Before what takes a while.
     listening = _listen(host, port)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -77,7 +77,7 @@ def serve(
         loaded = load_checkpoint(path, best=best)
         name = name or Path(path).resolve().name
         model = ServedModel(loaded, name, preset=preset, settings=settings, chat_template=template)
-    run_until_stopped(model, limits, api_key or os.environ.get(KEY_VARIABLE) or None, listening, host)
+    run_until_stopped(model, limits, key, listening, host)
 
 
 def run_until_stopped(
@@ -110,6 +110,18 @@ def run_until_stopped(
         # Whoever reads this may stop the process at once.
         print(f"serving {model.name} at http://{shown}:{listening.getsockname()[1]} (API under /v1)", flush=True)
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def _api_key(given: str | None) -> str | None:
+    """The key that clients have to send; an empty one that is given would let everybody in, who was to be kept out."""
+    name, key = ("api_key", given) if given is not None else (KEY_VARIABLE, os.environ.get(KEY_VARIABLE) or None)
+    if key is not None and (not key or key != key.strip() or not (key.isascii() and key.isprintable())):
+        # The key itself is not for logs.
+        raise ValueError(
+            f"{name} is empty, or holds what no header can: white space at its ends, control characters or letters "
+            "beyond ASCII; choose another, or leave it out to let everybody in"
+        )
+    return key
 
 
 def _listen(host: str, port: int) -> socket.socket:

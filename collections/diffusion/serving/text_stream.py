@@ -31,7 +31,7 @@ class TextStream:
             tokens: all of the completion so far.
             last: whether these are all.
         """
-        text = self._text(list(tokens))
+        text = self.text(tokens)
         found = [place for place in map(text.find, self._stops) if place >= 0]
         if found:
             text = text[: min(found)]
@@ -43,9 +43,10 @@ class TextStream:
         self._sent = text
         return piece
 
-    def _text(self, tokens: list[int]) -> str:
-        whole = self._decode(self._context + tokens)
-        return whole[len(self._before) :] if whole.startswith(self._before) else self._decode(tokens)
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens behind the context, stops included."""
+        whole = self._decode([*self._context, *tokens])
+        return whole[len(self._before) :] if whole.startswith(self._before) else self._decode(list(tokens))
 
     def _certain(self, text: str) -> str:
         text = text.rstrip(_INCOMPLETE)
