@@ -37,6 +37,7 @@ def import_nemo_quietly() -> None:
         from nemo.collections import llm  # noqa: F401
     # NeMo switches warnings on again.
     hide_warnings()
+    log_to_standard_error()
     _let_through_only_errors_and_ours()
 
 
@@ -50,14 +51,26 @@ def hide_warnings() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def log_to_standard_error() -> None:
+    """Let NeMo log on standard error, all levels: standard output is for results, which are JSON where that is asked
+    for. NeMo puts there what it logs at level INFO."""
+    for handler in _nemo_stream_handlers():
+        if sys.__stderr__ is not None:
+            handler.stream = sys.__stderr__
+
+
 def _let_through_only_errors_and_ours() -> None:
     def passes(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR or _is_ours(Path(record.pathname))
 
-    for handler in logging.getLogger("nemo_logger").handlers:
-        if type(handler) is logging.StreamHandler:
-            handler.addFilter(passes)
-            handler.setFormatter(logging.Formatter("%(message)s"))
+    for handler in _nemo_stream_handlers():
+        handler.addFilter(passes)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+
+
+def _nemo_stream_handlers() -> list[logging.StreamHandler]:
+    """Those of NeMo's logger that write to the console; its files are handlers of other classes."""
+    return [h for h in logging.getLogger("nemo_logger").handlers if type(h) is logging.StreamHandler]
 
 
 def _is_ours(file: Path) -> bool:

@@ -4,7 +4,9 @@ import difflib
 import inspect
 import logging
 import sys
+from collections.abc import Mapping
 from functools import partial
+from typing import get_args
 
 import nemo_run as run
 from nemo_run.cli.api import Entrypoint
@@ -12,6 +14,7 @@ from nemo_run.cli.cli_parser import CLIException
 from rich.console import Console
 
 from nemo_dllm.cli.errors import USAGE, is_for_users, one_line
+from nemo_dllm.console import log_to_standard_error
 from nemo_dllm.recipes.command_line import with_empty_text
 
 # Options that no parameter can be called by, as words of Python, and the parameters that they stand for.
@@ -29,6 +32,7 @@ class _Entrypoint(Entrypoint):
         level = parser_log.level
         parser_log.setLevel(logging.CRITICAL)
         try:
+            log_to_standard_error()
             args = self._in_parameters(args)
             self._check_names(args)
             super()._execute_simple(args, console)
@@ -41,19 +45,24 @@ class _Entrypoint(Entrypoint):
             parser_log.setLevel(level)
 
     def _in_parameters(self, args: list[str]) -> list[str]:
-        """Arguments with aliases as NAME=VALUE; with or without dashes, the value behind = or next.
+        """Arguments as NAME=VALUE, as nemo_run has them, of that and of what ``nemo-dllm`` takes.
 
-        A command with ``overrides`` takes fields of a recipe among them.
+        That is --name VALUE, --name=VALUE, --flag and --no-flag, and without names the values of parameters that have
+        no default, in their order. A command with ``overrides`` takes fields of a recipe among them.
         """
         parameters = inspect.signature(self.fn).parameters
-        aliases = {alias: name for alias, name in _ALIASES.items() if name in parameters}
-        found, rest = [], iter(args)
+        found, unnamed, rest = [], [], iter(args)
         for argument in rest:
-            option, is_named, value = argument.partition("=")
-            name = aliases.get(option.removeprefix("--"))
-            given = value if is_named or name is None else next(rest, None)
-            argument = argument if name is None or given is None else f"{name}={given}"
-            found.append(with_empty_text(argument))
+            name, value = _named(argument, parameters)
+            if name is None:
+                unnamed.append(argument)
+            else:
+                value = next(rest, None) if value is None else value
+                found.append(argument if value is None else with_empty_text(f"{name}={value}"))
+        given = {argument.partition("=")[0] for argument in found}
+        required = [name for name, p in parameters.items() if p.default is p.empty and name not in given]
+        found = [f"{name}={value}" for name, value in zip(required, unnamed, strict=False)] + found
+        found += unnamed[len(required) :]
         if _OVERRIDES not in parameters:
             return found
         fields = [argument for argument in found if "." in argument.partition("=")[0]]
@@ -67,8 +76,12 @@ class _Entrypoint(Entrypoint):
             name, is_named, _ = argument.partition("=")
             if not parameters:
                 raise ValueError(f"{argument} is one argument too many: {self.name} takes none")
+            if not is_named and not argument.startswith("--"):
+                raise ValueError(
+                    f"{argument} is one argument too many; each further one has a name, as {list(parameters)[-1]}=..."
+                )
             if not is_named:
-                meant = argument.lstrip("-").replace("-", "_")
+                meant = argument.removeprefix("--").replace("-", "_")
                 meant = meant if meant in parameters else next(iter(parameters))
                 raise ValueError(f"{argument} is not NAME=VALUE, as {meant}=...")
             if name not in parameters:
@@ -79,6 +92,23 @@ class _Entrypoint(Entrypoint):
         for name, parameter in parameters.items():
             if parameter.default is parameter.empty and name not in given:
                 raise ValueError(f"{name} is missing; add {name}=...")
+
+
+def _named(argument: str, parameters: Mapping[str, inspect.Parameter]) -> tuple[str | None, str | None]:
+    """Name and value of an argument: no value where the next argument is it, and no name where it is a value alone."""
+    name, is_named, value = argument.partition("=")
+    option = name.removeprefix("--").replace("-", "_") if name.startswith("--") else None
+    known = _ALIASES.get(option or name, option or name)
+    if option is None:
+        # What is before = may be a part of a path, or of a recipe with arguments.
+        if is_named and name.replace(".", "_").isidentifier():
+            return known if known in parameters else name, value
+        return (known, None) if name in _ALIASES and known in parameters else (None, None)
+    if is_named:
+        return known, value
+    flag = known if known in parameters else known.removeprefix("no_")
+    annotation = parameters[flag].annotation if flag in parameters else None
+    return (flag, str(flag == known)) if bool in (annotation, *get_args(annotation)) else (known, None)
 
 
 def _explain(error: Exception, args: list[str]) -> str:

@@ -148,6 +148,24 @@ def test_nemo_dllm_samples(nemo, tmp_path):
     assert printed == "2 tokens, 5 bytes in 1 rows of at most 512 tokens, 1 noise levels each"
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["DATA", "--num-draws", "1", "--seq-length=4"],
+        ["num_draws=1", "DATA", "seq_length=4"],
+        ["--seq-length", "4", "--data", "DATA", "--num-draws=1", "--no-best"],
+    ],
+)
+def test_arguments_may_be_typed_as_those_of_nemo_dllm(nemo, tmp_path, typed):
+    # What is before = is no name.
+    text = tmp_path / "a=b" / "text.txt"
+    text.parent.mkdir()
+    text.write_text("w5 w7")
+    typed = [str(text) if word == "DATA" else word for word in typed]
+    printed = nemo("dllm", "evaluate", str(MODELS / "sdar"), *typed)
+    assert printed == "2 tokens, 5 bytes in 1 rows of at most 4 tokens, 1 noise levels each"
+
+
 @pytest.mark.parametrize("option", [["--for", "sglang"], ["--for=sglang"], ["for=sglang"], ["engine=sglang"]])
 def test_export_for_an_engine(nemo, tmp_path, option):
     out = tmp_path / "out"
