@@ -3,6 +3,7 @@
 import json
 import shutil
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -42,16 +43,23 @@ def model(single_process, hf_folder):
     return load_checkpoint(hf_folder)
 
 
-@pytest.fixture
-def evaluate(single_process):
-    """The command, with what its command line gives it where nothing is said."""
+@pytest.fixture(scope="session")
+def command():
+    """Gives the function of a command, with what its command line gives it where nothing is said."""
     from nemo_dllm.cli.sampling import COMMANDS, REQUIRED
-    from nemo_dllm.collections.diffusion.inference.evaluate import evaluate
 
-    (command,) = (command for command in COMMANDS if command.name == "evaluate")
-    return partial(
-        evaluate, **{option.name: option.default for option in command.own if option.default is not REQUIRED}
-    )
+    def find(name):
+        (command,) = (command for command in COMMANDS if command.name == name)
+        defaults = {option.name: option.default for option in command.own if option.default is not REQUIRED}
+        return partial(getattr(import_module(f"nemo_dllm.{command.module}"), name), **defaults)
+
+    return find
+
+
+@pytest.fixture
+def evaluate(single_process, command):
+    """The command ``evaluate``."""
+    return command("evaluate")
 
 
 @pytest.fixture

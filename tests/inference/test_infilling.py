@@ -6,27 +6,14 @@ import pytest
 pytestmark = pytest.mark.nemo
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
-DEFAULTS = {
-    "text": None,
-    "text_file": None,
-    "prefix": None,
-    "suffix": "",
-    "length": 3,
-    "watch": False,
-    "replay": None,
-    "best": False,
-    "preset": None,
-    "settings": {},
-}
 
 
 @pytest.fixture
-def infill(single_process, capsys):
-    """Runs the command on a golden checkpoint and returns what it printed."""
-    from nemo_dllm.collections.diffusion.inference.infilling import infill as command
+def infill(single_process, command, capsys):
+    """Runs the command on a golden checkpoint and returns what it printed; gaps are of 3 tokens."""
 
     def run(name="a2d_qwen3", **options):
-        command(GOLDEN / name, **{**DEFAULTS, **options})
+        command("infill")(GOLDEN / name, **{"length": 3, "watch": False, "settings": {}, **options})
         return capsys.readouterr()
 
     return run
@@ -99,6 +86,8 @@ def test_bad_texts(infill, tmp_path):
         infill()
     with pytest.raises(ValueError, match="the text has no <mask>; mark what is missing"):
         infill(text="w5")
+    with pytest.raises(ValueError, match="suffix=w7 goes with a prefix; write it behind the text with <mask>"):
+        infill(text="w5 <mask>", suffix="w7")
     with pytest.raises(ValueError, match="a gap of 0 tokens"):
         infill(text="w5 <mask:0>")
     with pytest.raises(ValueError, match="length=0 must be at least 1"):

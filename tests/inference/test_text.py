@@ -8,18 +8,6 @@ import pytest
 pytestmark = pytest.mark.nemo
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
-DEFAULTS = {
-    "prompt": "",
-    "prompt_file": None,
-    "output": None,
-    "num_samples": 1,
-    "batch_size": 8,
-    "stream": False,
-    "watch": False,
-    "replay": None,
-    "best": False,
-    "preset": None,
-}
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +18,14 @@ def generate_text():
 
 
 @pytest.fixture
-def generate(single_process, hf_folder, capsys):
-    """Runs the command on ``hf_folder`` and returns what it printed; settings by keyword after the options."""
-    from nemo_dllm.collections.diffusion.inference.text import generate as command
+def generate(single_process, command, hf_folder, capsys):
+    """Runs the command on ``hf_folder`` and returns what it printed; settings by keyword after the options.
+
+    Nothing is shown while it forms, on a terminal neither.
+    """
 
     def run(path=hf_folder, settings=None, **options):
-        command(path, **{**DEFAULTS, **options}, settings=settings or {})
+        command("generate")(path, **{"watch": False, **options}, settings=settings or {})
         return capsys.readouterr()
 
     return run
@@ -155,6 +145,14 @@ def test_json_lines_in_and_out(generate, tmp_path):
     assert (tmp_path / "out.jsonl").read_text() == printed
 
 
+def test_a_file_of_results_stays_until_there_are_new_ones(generate, tmp_path):
+    (tmp_path / "IN.JSONL").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("w5", "w5 " * 512)))
+    (tmp_path / "out.jsonl").write_text("old")
+    with pytest.raises(ValueError, match="prompt 2 has 512 tokens"):
+        generate(prompt_file=tmp_path / "IN.JSONL", output=tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_text() == "old" and len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_text_file_is_one_prompt(generate, tmp_path):
     (tmp_path / "in.txt").write_text("w5\nw7")
     assert generate(prompt_file=tmp_path / "in.txt", settings={"max_new_tokens": 2}).out.startswith("w5 w7 ")
@@ -178,6 +176,8 @@ def test_an_end_is_told_from_a_full_length(generate, tmp_path):
         ('{"prompt": "w5"}\n\n["w5"]\n', r'in.jsonl, line 3: no text "prompt" in it'),
         ('{"prompt": "w5}\n', r"in.jsonl, line 1: no JSON \(Unterminated string"),
         ("\n", r"in.jsonl holds no line"),
+        ("[" * 100_000, r"in.jsonl, line 1: JSON that cannot be read \(maximum recursion depth"),
+        ('{"prompt": ' + "1" * 5_000, r"in.jsonl, line 1: JSON that cannot be read \(Exceeds the limit"),
         ('{"prompt": "w5 \\ud800"}\n', "half of a surrogate pair at character 4, which is no text"),
         (b"\xff\xfe", r"in.jsonl is not UTF-8 text \(invalid start byte at byte 0\)"),
     ],

@@ -85,6 +85,8 @@ def infill(
     settings: Mapping[str, Any],
 ) -> None:
     """Fill in a text and print it; see ``cli.sampling`` for the arguments."""
+    if suffix and prefix is None and (text is not None or text_file is not None):
+        raise ValueError(f"suffix={suffix} goes with a prefix; write it behind the text with <mask>, or leave it out")
     if text_file is not None:
         text = read_utf8(Path(text_file))
     if text is None and prefix is None:

@@ -14,7 +14,7 @@ def read_prompts(path: Path) -> list[str]:
             for an empty file.
     """
     text = read_utf8(path)
-    if path.suffix != JSON_LINES:
+    if not is_json_lines(path):
         if not text:
             raise ValueError(
                 f"prompt_file={path} is empty; write a prompt into it, or leave it out to start from nothing"
@@ -26,6 +26,11 @@ def read_prompts(path: Path) -> list[str]:
     if not prompts:
         raise ValueError(f'{path} holds no line; write {{"prompt": "..."}} on each')
     return prompts
+
+
+def is_json_lines(path: Path) -> bool:
+    """Whether a file's name says that it has a prompt per line."""
+    return path.suffix.lower() == JSON_LINES
 
 
 def read_utf8(path: Path) -> str:
@@ -45,6 +50,8 @@ def _prompt(line: str, place: str) -> str:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: no JSON ({error.msg} at character {error.pos + 1})") from error
+    except (ValueError, RecursionError) as error:  # Numbers of more digits, and lists in lists, than Python reads.
+        raise ValueError(f"{place}: JSON that cannot be read ({error})") from error
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
         raise ValueError(f'{place}: no text "prompt" in it; write {{"prompt": "..."}}')
     return row["prompt"]

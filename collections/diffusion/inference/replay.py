@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_dllm.collections.diffusion.inference.output_file import check_can_write
 from nemo_dllm.collections.diffusion.inference.replay_gif import write_gif
 from nemo_dllm.collections.diffusion.sampling import DenoiseStep, canvas_pieces
 from nemo_dllm.collections.diffusion.sampling.display import VISIBLE_CONTROLS, Decode
@@ -78,7 +79,7 @@ class Replay:
 
     Raises:
         ValueError: the file has the name of something else, or Pillow is missing, which a GIF needs.
-        FileNotFoundError: its folder does not exist.
+        OSError: it cannot be written, see :func:`check_can_write`.
     """
 
     def __init__(self, path: Path, title: str = ""):
@@ -92,8 +93,7 @@ class Replay:
                 f"replay={path} needs Pillow; install the extra `gif` (pip install 'nemo-dllm[gif]') or name an .html "
                 "file"
             )
-        if not path.absolute().parent.is_dir():
-            raise FileNotFoundError(f"replay={path} is in a folder that does not exist; make it first")
+        check_can_write(path, "replay")
         self.path, self.title = path, title
         self._frames: list[dict] = []
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TextIO
 from rich.console import Console
 
 from nemo_dllm.collections.diffusion.inference.load import LoadedModel, context_length
-from nemo_dllm.collections.diffusion.inference.prompts import JSON_LINES, read_prompts
+from nemo_dllm.collections.diffusion.inference.output_file import check_can_write, whole_file
+from nemo_dllm.collections.diffusion.inference.prompts import is_json_lines, read_prompts
 from nemo_dllm.collections.diffusion.inference.session import Session, open_session
 from nemo_dllm.collections.diffusion.sampling import (
     DenoiseStep,
@@ -101,26 +102,24 @@ def generate(
 ) -> None:
     """Continue texts and print or write them; see ``cli.sampling`` for the arguments.
 
-    A single text is printed with its prompt, several as lines of JSON.
+    A single text is printed with its prompt, several as lines of JSON. ``output`` is there when all of them are.
 
     Raises:
         ValueError: for numbers below 1, options that exclude each other, and many more new tokens than the model's
             context; see also :func:`open_session`.
-        FileNotFoundError, IsADirectoryError: where ``output`` cannot be written.
+        OSError: where ``output`` cannot be written.
     """
     for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     prompts = [prompt] if prompt_file is None else read_prompts(Path(prompt_file))
-    in_lines = output is not None or num_samples > 1 or (prompt_file and Path(prompt_file).suffix == JSON_LINES)
+    in_lines = output is not None or num_samples > 1 or (prompt_file is not None and is_json_lines(Path(prompt_file)))
     if in_lines and (stream or watch or replay):
         raise ValueError(
             "stream=True, watch=True and replay=FILE follow a single text; leave them out, or give a single prompt"
         )
-    if output is not None and not Path(output).absolute().parent.is_dir():
-        raise FileNotFoundError(f"output={output} is in a folder that does not exist; make it first")
-    if output is not None and Path(output).is_dir():
-        raise IsADirectoryError(f"output={output} is a folder; name a file")
+    if output is not None:
+        check_can_write(output)
     _check_new_tokens(path, best, settings)
     watch = False if stream or in_lines else watch
     session = open_session(path, best=best, preset=preset, settings=settings, watch=watch, replay=replay)
@@ -130,7 +129,7 @@ def generate(
         if output is None:
             _write_lines(completions, sys.stdout)
         else:
-            with open(output, "w", encoding="utf-8") as file:
+            with whole_file(output) as file:
                 _write_lines(completions, file)
         return
     length = len(session.model.encode(prompts[0]))

@@ -1,0 +1,69 @@
+"""Files of results: whole under their name, or under another one as far as they came."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+
+def check_can_write(path: str | Path, field: str = "output") -> None:
+    """Check that a file can be written, before there is anything to write.
+
+    Args:
+        path: of the file.
+        field: what the user gave it as, for errors.
+
+    Raises:
+        FileNotFoundError: its folder does not exist.
+        IsADirectoryError: it is a folder.
+        PermissionError: nothing may be written there.
+    """
+    path = Path(path)
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{field}={path} is in a folder that does not exist; make it first")
+    if path.is_dir():
+        raise IsADirectoryError(f"{field}={path} is a folder; name a file")
+    unfinished = _unfinished(path)
+    is_new = unfinished is not None and not unfinished.exists()
+    try:
+        for file in filter(None, (path if path.exists() else None, unfinished)):
+            open(file, "a").close()
+    except OSError as error:
+        raise PermissionError(f"{field}={path} cannot be written ({error.strerror}); name another file") from error
+    if is_new:
+        unfinished.unlink()
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[TextIO]:
+    """Write UTF-8 text that appears under its name when all of it is there; a file of that name stays until then.
+
+    What was written before an error or an interruption stays beside it, under the name with ``.unfinished``, and
+    standard error says so; nothing does where nothing was written. Devices and pipes are written as it comes.
+    """
+    path = Path(path)
+    unfinished = _unfinished(path)
+    if unfinished is None:
+        with open(path, "w", encoding="utf-8") as file:
+            yield file
+        return
+    try:
+        with open(unfinished, "w", encoding="utf-8") as file:
+            yield file
+    except BaseException:
+        if unfinished.stat().st_size:
+            print(f"note: what was written until then is in {unfinished}", file=sys.stderr)
+        else:
+            unfinished.unlink()
+        raise
+    os.replace(unfinished, path.resolve())
+
+
+def _unfinished(path: Path) -> Path | None:
+    """Where a file is written; None for what is no file, such as a device, which is written as it is."""
+    if path.exists() and not path.is_file():
+        return None
+    path = path.resolve()
+    return path.with_name(f"{path.name}.unfinished")
