@@ -1,7 +1,7 @@
 """``nemo-dllm data``: encode a corpus, check it, look at it. None of it imports NeMo."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -109,7 +109,7 @@ def show(
         path,
         tokenizer,
         seq_length=seq_length,
-        columns=_columns(column or []),
+        columns=columns(column or []),
         split=split,
         chat_template=chat_template,
         loss_turns=loss_turns,
@@ -124,7 +124,8 @@ def show(
     )
 
 
-def _columns(pairs: list[str]) -> dict[str, Any]:
+def columns(pairs: list[str]) -> dict[str, str]:
+    """FIELD=NAME of several options as a mapping."""
     if unequal := [pair for pair in pairs if "=" not in pair]:
         raise typer.BadParameter(f"{unequal[0]} is not FIELD=NAME, as prompt=question")
     return dict(pair.split("=", 1) for pair in pairs)

@@ -152,6 +152,8 @@ def _sampling_command(command: Command) -> Callable[..., None]:
         except ValueError as error:
             raise typer.BadParameter(in_options(str(error), _options_of_command([command.name]))) from error
         given = {name: None if value is NOTHING else value for name, value in values.items() if value is not None}
+        if "columns" in given:
+            given["columns"] = data.columns(given["columns"])
         if not verbose:
             _hide_warnings()
         command.run(given, lambda module: _import(module.removeprefix("nemo_dllm."), verbose))
@@ -185,7 +187,11 @@ def _cli_default(option: Option) -> Any:
 def _annotated(option: Option) -> Any:
     """The type of an option with what typer shows of it."""
     if option.default is REQUIRED:
-        return Annotated[option.type, typer.Argument(metavar=option.name.upper(), exists=True, help=option.help)]
+        shown = {"metavar": option.name.upper(), "exists": option.exists, "help": option.help}
+        return Annotated[option.type, typer.Argument(**shown)]
+    if option.type == dict[str, str] | None:
+        names, shown = [f"--{option.name.removesuffix('s')}"], {"metavar": "FIELD=NAME, repeated", "help": option.help}
+        return Annotated[list[str] | None, typer.Option(*names, **shown)]
     name = f"--{option.name.replace('_', '-')}"
     names = [name] if option.type is bool and option.default is False else []
     shown: dict[str, Any] = {"help": option.help}
@@ -200,8 +206,12 @@ def _annotated(option: Option) -> Any:
     if type(None) in types:
         shown |= {"parser": _or_none(types[0]), "metavar": f"{types[0].__name__.upper()}|none"}
         return Annotated[Any, typer.Option(**shown, show_default=False)]
-    # Named after both, since False may be what the preset does not say.
-    names = [f"{name}/--no-{name[2:]}"] if option.type is bool else []
+    names = []
+    if option.type is bool:
+        # Named after both, since False may be what the preset does not say. A table with two columns of names has no
+        # room for long ones, so theirs is one of its own.
+        names = [f"{name}/--no-{name[2:]}"]
+        shown |= {"rich_help_panel": "Sampler switches", "metavar": ""}
     return Annotated[option.type | None, typer.Option(*names, **shown, show_default=str(option.default))]
 
 

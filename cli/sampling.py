@@ -22,11 +22,12 @@ class Option(NamedTuple):
 
     Attributes:
         name: as of a Python argument.
-        type: an annotation: a type, one ``| None``, or a tuple of one.
+        type: an annotation: a type, one ``| None``, a tuple of one, or ``dict[str, str] | None``.
         help: what it does.
         default: what it is if nothing is said; ``REQUIRED`` is for arguments that have to be given.
         exists: whether it names a file or folder that has to exist.
         of_sampler: whether it is a field of ``SamplerConfig``.
+        hub: whether ``hf://NAME`` on the Hugging Face Hub will do in place of what exists.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Option(NamedTuple):
     default: Any = None
     exists: bool = False
     of_sampler: bool = False
+    hub: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ class Command:
     def _check_files(self, given: Mapping[str, Any]) -> None:
         for option in self.own:
             value = given.get(option.name)
+            if option.hub and not value.startswith("hf://") and not Path(value).exists():
+                raise FileNotFoundError(
+                    f"{option.name}={value} does not exist; name a file or folder that is there, or hf://NAME of the "
+                    "Hugging Face Hub"
+                )
             if not option.exists or option.default is REQUIRED or value is None:
                 continue
             if Path(value).is_dir():
@@ -230,12 +237,16 @@ COMMANDS: Sequence[Command] = (
             _PATH,
             Option(
                 "data",
-                Path,
-                "Text file or folder of them, or rows as for training (.jsonl, .parquet): a text or a chat each.",
+                str,
+                "Text file or folder of them, or rows as for training (.jsonl, .parquet, hf://NAME): texts or chats.",
                 REQUIRED,
-                exists=True,
+                hub=True,
             ),
             Option("text_field", str, "Field or column with the text of a row.", "text"),
+            Option(
+                "columns", dict[str, str] | None, "What a field of chats is called in the data, as prompt=question."
+            ),
+            Option("split", str | None, "Of datasets with several splits."),
             Option(
                 "chat_template",
                 str | None,

@@ -95,7 +95,6 @@ def test_all_else_keeps_its_traceback(run_main, does, arguments):
         (["infill", ".", "--text", "a <mask>", "--prefix", "a"], "--text=a <mask> and --prefix=a"),
         (["chat", "absent"], "'absent' does not exist"),
         (["evaluate", "."], "Missing argument 'DATA'"),
-        (["evaluate", ".", "absent.txt"], "'absent.txt' does not exist"),
         (["plan", "x", "--gpus", "many"], "'--gpus'"),
         (["plan", "x", "gpus=8"], "gpus=8 is no field of the recipe; write --gpus 8"),
         (["plan", "x", "--gpuss", "8"], "--gpuss (Possible options: --gpus)"),
@@ -132,6 +131,11 @@ def test_no_arguments_ask_for_help(monkeypatch, capsys, arguments):
         ("generate", ["--steps", "0"], "error: --steps=0 must be from 1 to --max-new-tokens=128"),
         ("serve", ["--preset", "best"], "error: --preset='best' is unknown; known: dllm_bd3lm"),
         ("chat", ["--stop-strings", ""], "error: --stop-strings=('',) hold an empty text"),
+        (
+            "evaluate",
+            ["absent.txt"],
+            "error: DATA=absent.txt does not exist; name a file or folder that is there, or",
+        ),
     ],
 )
 def test_settings_that_nothing_can_mend_end_before_nemo_is_imported(monkeypatch, capsys, command, arguments, message):

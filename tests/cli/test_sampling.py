@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,3 +106,33 @@ def test_the_page_names_options_that_there_are():
     for name, rest in lines:
         used = {option.replace("-", "_") for option in re.findall(r"(?<!\S)--([\w-]+)", rest)}
         assert used <= commands[name]
+
+
+def test_help_shows_whole_names_on_a_terminal_of_80_columns(monkeypatch, capsys):
+    from nemo_dllm.cli.main import main
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["nemo-dllm", "generate", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    shown = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    (command,) = (command for command in COMMANDS if command.name == "generate")
+    names = {f"--{option.name.replace('_', '-')}" for option in command.options if option.name != "path"}
+    assert names <= shown
+
+
+def test_columns_are_a_mapping(monkeypatch):
+    from nemo_dllm.cli import main as cli
+
+    called = []
+    monkeypatch.setattr(cli, "_import", lambda *_: SimpleNamespace(evaluate=lambda **given: called.append(given)))
+    typed = ["hf://owner/name", "--column", "prompt=question", "--column", "completion=the=answer"]
+    monkeypatch.setattr(sys, "argv", ["nemo-dllm", "evaluate", MODEL, *typed])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    assert called[0]["data"] == "hf://owner/name"
+    assert called[0]["columns"] == {"prompt": "question", "completion": "the=answer"}
+    monkeypatch.setattr(sys, "argv", ["nemo-dllm", "evaluate", MODEL, __file__])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    assert called[1]["columns"] is None

@@ -51,6 +51,7 @@ def test_rows_with_fields_and_texts_are_told_by_names(folder):
         "d.json.gz",
         "dataset_info.json",
     }
+    assert has_fields("hf://owner/name") and not has_fields("owner/name")
     assert has_fields(folder)
     (folder / "b.jsonl").unlink()
     assert has_fields(folder)

@@ -132,8 +132,34 @@ def test_a_row_that_cannot_be_read_is_named(evaluated, monkeypatch, row, reason)
         evaluated(rows)
 
 
-def test_chats_that_cannot_be_read_are_named(evaluated):
+def test_fields_by_other_names(evaluated):
+    expected, _ = evaluated(PROMPTS, chat_template="")
+    renamed = [{"q": row["prompt"], "a": row["completion"], "text": "w3"} for row in PROMPTS]
+    columns = {"prompt": "q", "completion": "a"}
+    assert evaluated(renamed, chat_template="", columns=columns)[0] == expected
+    with pytest.raises(ValueError, match="columns={'question': 'q'} has unknown question; known: messages, "):
+        evaluated(renamed, columns={"question": "q"})
+
+
+def test_a_split_of_a_dataset(evaluate, evaluated, capsys, tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    expected, _ = evaluated([{"text": text} for text in TEXTS])
+    splits = {"train": Dataset.from_list([{"text": "w3"}]), "test": Dataset.from_list([{"text": t} for t in TEXTS])}
+    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    capsys.readouterr()
+    evaluate(MODEL, tmp_path / "saved", json=True, split="test")
+    assert json.loads(capsys.readouterr().out) == expected
+    with pytest.raises(ValueError, match="split"):
+        evaluate(MODEL, tmp_path / "saved")
+
+
+def test_chats_that_cannot_be_read_are_named(evaluated, monkeypatch):
     broken = {"messages": [{"role": "user", "content": "w5"}]}
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="rows.jsonl:3: there is no turn of the assis"):
+        module = "nemo_dllm.collections.diffusion.inference.evaluate.load_checkpoint"
+        patch.setattr(module, lambda *_, **__: pytest.fail("loaded the model first"))
+        evaluated([*CHATS, broken])
     with pytest.raises(ValueError, match="(?s)more than max_bad_rows=0.*rows.jsonl:3: there is no turn of the assist"):
         evaluated([*CHATS, broken], chat_template="{% for m in messages %}{{ m.content }} {% endfor %}")
     with pytest.raises(ValueError, match="has no chat template; pass chat_template"):

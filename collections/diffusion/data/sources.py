@@ -65,11 +65,15 @@ def find_sources(inputs: Sequence[str | Path], format: str | None = None, split:
     return sources
 
 
-def has_fields(path: Path) -> bool:
-    """Whether a path is of rows with fields, not of texts: a file of such rows, a folder with some, a saved dataset.
+def has_fields(path: str | Path) -> bool:
+    """Whether a path is of rows with fields, not of texts: a file of such rows, a folder with some, a saved dataset, or
+    ``hf://NAME`` of one on the Hub.
 
     A folder whose only rows are in `.json` is one of texts: programs have their settings there.
     """
+    if str(path).startswith(HUB):
+        return True
+    path = Path(path)
     if not path.is_dir():
         return format_of(path) in _WITH_FIELDS
     is_dataset = any((path / name).exists() for name in _OF_DATASETS)

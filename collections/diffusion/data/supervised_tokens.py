@@ -98,6 +98,25 @@ def encode_supervised(
     return SupervisedCorpus(samples, index.bad_rows, [source.name for source in sources])
 
 
+def check_conversations(
+    sources: Sequence[Source], columns: Mapping[str, str] | None = None, max_bad_rows: int = 100
+) -> None:
+    """Find out, without a tokenizer, whether the rows are conversations.
+
+    Args:
+        sources, columns, max_bad_rows: see `encode_supervised`.
+
+    Raises:
+        ValueError: there are too many that are none; shows the first ones.
+    """
+    bad_rows: list[BadRow] = []
+    for source in sources:
+        for record in records_of(source):
+            if isinstance(found := _read(record, columns), ValueError):
+                bad_rows.append(bad_row(source.name, record.number, str(found)))
+                check_bad_rows(bad_rows, max_bad_rows)
+
+
 def cached_supervised(
     sources: Sequence[Source],
     encoder: ChatEncoder,

@@ -5,7 +5,7 @@ Shape letters: B rows, L positions.
 
 import json as json_format
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -160,6 +160,8 @@ def evaluate(
     path: str | Path,
     data: str | Path,
     text_field: str,
+    columns: Mapping[str, str] | None,
+    split: str | None,
     chat_template: str | None,
     max_bad_rows: int,
     seq_length: int | None,
@@ -173,11 +175,11 @@ def evaluate(
     """Evaluate a checkpoint and print the result; see ``cli.sampling`` for the arguments."""
     _check_numbers(seq_length=seq_length, batch_size=batch_size, num_draws=num_draws, max_rows=max_rows)
     # Before the model is loaded, which takes longer than finding what is wrong with the data.
-    texts = read_texts(data, text_field, max_bad_rows, max_rows)
+    texts = read_texts(data, text_field, max_bad_rows, max_rows, columns, split)
     model = load_checkpoint(path, best=best)
     length = _row_length(model, seq_length)
     if texts is None:
-        rows = rows_of_chats(model, data, length, max_rows, chat_template, max_bad_rows)
+        rows = rows_of_chats(model, data, length, max_rows, chat_template, max_bad_rows, columns, split)
     else:
         rows = rows_of_texts(model, texts, length, max_rows)
     found = evaluate_rows(model, rows, length, batch_size, num_draws, seed)

@@ -1,7 +1,7 @@
 """Rows of tokens whose likelihood is asked for: of texts, which are scored whole, and of chats, whose answers are."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,16 +86,19 @@ def rows_of_chats(
     max_rows: int | None,
     chat_template: str | None = None,
     max_bad_rows: int = 0,
+    columns: Mapping[str, str] | None = None,
+    split: str | None = None,
 ) -> EvaluatedRows:
     """Chats as fine-tuning reads them: a row each, cut at its end, whose answers are scored with their end tokens.
 
     Args:
         model: whose tokenizer, and template, encode them.
-        path: file or folder of rows with the fields of a chat.
+        path: of rows with the fields of a chat, see :func:`read_texts`.
         length: tokens per row, at most.
         max_rows: rows to take, from the first; None is all.
         chat_template: Jinja text, or a file with it; None takes the tokenizer's, '' joins prompt and answer.
         max_bad_rows: rows that cannot be used before this gives up.
+        columns, split: see :func:`read_texts`.
 
     Raises:
         ValueError: for rows that cannot be used, and where there is no template.
@@ -111,7 +114,7 @@ def rows_of_chats(
         raise ValueError("the checkpoint has no tokenizer, so there is no chat")
     tokenizer = model.tokenizer.tokenizer
     encoder = ChatEncoder(tokenizer, ChatTemplate(tokenizer, chat_template))
-    corpus = encode_supervised(find_sources([path]), encoder, max_bad_rows=max_bad_rows)
+    corpus = encode_supervised(find_sources([path], split=split), encoder, columns, max_bad_rows)
     samples = FittedSamples(corpus.samples, length, tokenizer.eos_token_id)
     note_bad_rows(corpus.bad_rows)
     print(f"note: answers are scored, prompts are given: {samples.summary(corpus.sources)}", file=sys.stderr)
@@ -125,28 +128,40 @@ def rows_of_chats(
     return EvaluatedRows(rows, count_row_bytes(masked, tokenizer))
 
 
-def read_texts(path: str | Path, text_field: str, max_bad_rows: int, max_rows: int | None) -> list[str] | None:
+def read_texts(
+    path: str | Path,
+    text_field: str,
+    max_bad_rows: int,
+    max_rows: int | None,
+    columns: Mapping[str, str] | None = None,
+    split: str | None = None,
+) -> list[str] | None:
     """The texts of a file or folder: of rows with fields that field, of others the whole file; None for chats.
 
     Args:
-        path: of rows (see ``data.sources.has_fields``), or of texts.
+        path: of rows (see ``data.sources.has_fields``), or of texts; or ``hf://NAME`` of a dataset on the Hub.
         text_field: field or column with the text.
         max_bad_rows: rows that cannot be used before this gives up.
         max_rows: texts that are needed; None is all.
+        columns: how fields of chats are called, see ``data.chat.read_conversation``; rows are chats then.
+        split: of datasets with several splits.
 
     Raises:
-        FileNotFoundError, ValueError: there is no text; names file, row and field.
+        FileNotFoundError, ValueError: there is no text, or a row is no chat; names file, row and field.
     """
     from nemo_dllm.collections.diffusion.data import read_text
-    from nemo_dllm.collections.diffusion.data.chat import is_conversation
+    from nemo_dllm.collections.diffusion.data.chat import check_columns, is_conversation
     from nemo_dllm.collections.diffusion.data.documents import first_fields, read_text_rows
     from nemo_dllm.collections.diffusion.data.sources import find_sources, has_fields
+    from nemo_dllm.collections.diffusion.data.supervised_tokens import check_conversations
 
-    if not has_fields(Path(path)):
+    check_columns(columns or {})
+    if not has_fields(path):
         return [document.text for document in read_text(path, field="data").documents]
-    sources = find_sources([path])
+    sources = find_sources([path], split=split)
     fields = first_fields(sources)
-    if fields.get(text_field) is None and is_conversation(fields):
+    if columns or (fields.get(text_field) is None and is_conversation(fields)):
+        check_conversations(sources, columns, max_bad_rows)
         return None
     found = read_text_rows(sources, text_field, max_bad_rows, max_rows)
     note_bad_rows(found.bad_rows)
