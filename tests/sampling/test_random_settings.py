@@ -117,3 +117,45 @@ def test_no_mask_leaves_prompts_stay_and_batches_do_not_matter(tiny_attention, p
         done += 1
     known = ("right_shift scores each token", "leaves no room", "leave a token to choose")
     assert all(any(part in text for part in known) for text in refused)
+
+
+class OnCPU:
+    """A model that makes its tensors on the CPU, wherever its caller makes them."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, *args, **kwargs):
+        with torch.device("cpu"):
+            return self.model(*args, **kwargs)
+
+    def __getattr__(self, name):
+        method = getattr(self.model, name)
+        if not callable(method):
+            return method
+
+        def on_cpu(*args, **kwargs):
+            with torch.device("cpu"):
+                return method(*args, **kwargs)
+
+        return on_cpu
+
+
+def test_the_default_device_does_not_matter(tiny_attention):
+    """As in a script that begins with torch.set_default_device("cuda"); here its tensors would have no numbers."""
+    rng, done = random.Random(7), 0
+    while done < 25:
+        model = OnCPU(tiny_attention(VOCABULARY, seed=rng.randint(0, 50)))
+        prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.choice((0, 1, 2, 9)))] for _ in range(3)]
+        config = SamplerConfig(**drawn_settings(rng))
+        try:
+            expected = generate(model, prompts, config, mask_token_id=M, decode=decode)
+        except ValueError:
+            continue
+        with torch.device("meta"):
+            found = generate(model, prompts, config, mask_token_id=M, decode=decode)
+            filled = infill(model, prompts, [[True] * len(row) for row in prompts], config, mask_token_id=M).sequences
+        again = infill(model, prompts, [[True] * len(row) for row in prompts], config, mask_token_id=M).sequences
+        assert [row.tolist() for row in found.sequences] == [row.tolist() for row in expected.sequences], config
+        assert [row.tolist() for row in filled] == [row.tolist() for row in again], config
+        done += 1

@@ -28,7 +28,7 @@ class ApproximateCache(CachedScorer):
         super().__init__(model, canvas, right_shift, device)
         self._keep_suffix = keep_suffix
         # No block yet.
-        self._block_B = torch.full((len(canvas.blocks_BT),), torch.iinfo(torch.int64).max)
+        self._block_B = torch.full((len(canvas.blocks_BT),), torch.iinfo(torch.int64).max, device="cpu")
 
     @classmethod
     def join_rows(cls, picked: Sequence[Picked], canvas: Canvas) -> "ApproximateCache":
@@ -83,7 +83,7 @@ class DelayedCache(CachedScorer):
         super().__init__(model, canvas, right_shift, device)
         self._mask_token_id, self._refresh_interval = mask_token_id, refresh_interval
         self._encoded_BT = torch.full_like(canvas.blocks_BT, -1)
-        self._passes_B = torch.zeros(len(canvas.blocks_BT), dtype=torch.int64)
+        self._passes_B = torch.zeros(len(canvas.blocks_BT), dtype=torch.int64, device="cpu")
 
     @classmethod
     def join_rows(cls, picked: Sequence[Picked], canvas: Canvas) -> "DelayedCache":

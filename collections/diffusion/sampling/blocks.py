@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from nemo_dllm.collections.diffusion.sampling.device import on_device
+from nemo_dllm.collections.diffusion.sampling.device import on_cpu, on_device
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, stack_rows
 
 BLOCK_ORIGINS = ("prompt", "sequence")
@@ -116,7 +116,7 @@ def gather_window(chosen_BT: Tensor) -> Window:
     if min(counts) == max(counts):
         index_BL = torch.from_numpy(chosen_BT.numpy().nonzero()[1].reshape(len(counts), counts[0]))
         return Window(index_BL, torch.ones_like(index_BL, dtype=torch.bool))
-    valid_BL = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+    valid_BL = torch.arange(max(counts), device="cpu") < on_cpu(counts)[:, None]
     # Both go row by row, from left to right.
     index_BL = torch.zeros_like(valid_BL, dtype=torch.int64).masked_scatter(valid_BL, chosen_BT.nonzero()[:, 1])
     return Window(index_BL, valid_BL)
@@ -138,7 +138,7 @@ def window_entries(chosen_BT: Tensor, length: int, right_shift: bool) -> Tensor:
     columns_BT = chosen_BT.cumsum(dim=1) - 1
     if right_shift:
         columns_BT = torch.cat([columns_BT[:, :1], columns_BT[:, :-1]], dim=1)
-    return columns_BT + torch.arange(0, len(chosen_BT) * length, max(length, 1))[:, None]
+    return columns_BT + torch.arange(0, len(chosen_BT) * length, max(length, 1), device="cpu")[:, None]
 
 
 def places_of(chosen_BT: Tensor) -> list[int]:

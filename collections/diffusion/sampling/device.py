@@ -1,5 +1,7 @@
 """Between the CPU, where a run does its bookkeeping, and the device of its model. Torch only."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,11 @@ from torch import Tensor
 def works_apart(device: torch.device) -> bool:
     """Whether a device goes on with what it was given while the CPU does something else."""
     return device.type != "cpu"
+
+
+def on_cpu(values: Sequence) -> Tensor:
+    """Values in a tensor of the CPU, whatever torch's default device is."""
+    return torch.tensor(values, device="cpu")
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:

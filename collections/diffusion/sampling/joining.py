@@ -11,8 +11,9 @@ Shape letters: C columns (positions, slots, tokens of the vocabulary).
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+
+from nemo_dllm.collections.diffusion.sampling.device import on_cpu, on_device
 
 
 class Picked(NamedTuple):
@@ -111,6 +112,6 @@ def stack_rows(picked: Sequence[Picked], columns: int | None = None) -> Tensor |
         if columns is not None:
             tensor, room = tensor[:, :columns], whole[:, : tensor.shape[1]]
         # Lists as an index would make the CPU wait for the device.
-        rows_N, places_N = (torch.tensor(of).to(tensor.device, non_blocking=True) for of in (rows, places))
+        rows_N, places_N = (on_device(on_cpu(of), tensor.device) for of in (rows, places))
         room.index_copy_(0, places_N, tensor.index_select(0, rows_N))
     return whole

@@ -55,7 +55,7 @@ class RowNoise:
 
     def __init__(self, seeds: int | Sequence[int] | None, row_ids: Sequence[int], device: torch.device):
         if seeds is None:
-            seeds = int(torch.randint(1 << 62, ()))
+            seeds = int(torch.randint(1 << 62, (), device="cpu"))
         if isinstance(seeds, Integral):
             # A number of numpy has no room for 64 bits and their sign.
             seeds = [int(seeds)] * len(row_ids)

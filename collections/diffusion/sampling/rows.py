@@ -58,13 +58,13 @@ def _as_tensor(ids: TokenRow) -> Tensor:
             array = numpy.asarray(ids)
             if array.dtype == numpy.int64:
                 return torch.from_numpy(array)
-    return torch.as_tensor(ids).cpu()
+    return torch.as_tensor(ids, device="cpu")
 
 
 def as_holes(marks: Sequence[bool] | Tensor, name: str) -> numpy.ndarray:
     """Booleans of a row; 0 and 1 are taken for them, and nothing else, as the places of holes would be."""
     try:
-        marks_T = torch.as_tensor(marks).cpu()
+        marks_T = torch.as_tensor(marks, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}={marks!r} are no booleans ({error}); give one boolean per token") from error
     if marks_T.ndim != 1:

@@ -26,7 +26,7 @@ from nemo_dllm.collections.diffusion.sampling.blocks import (
     put,
 )
 from nemo_dllm.collections.diffusion.sampling.config import SamplerConfig
-from nemo_dllm.collections.diffusion.sampling.device import OnItsWay, on_device, works_apart
+from nemo_dllm.collections.diffusion.sampling.device import OnItsWay, on_cpu, on_device, works_apart
 from nemo_dllm.collections.diffusion.sampling.joining import Picked, attribute_of, join_attribute, stack_rows
 from nemo_dllm.collections.diffusion.sampling.model_function import CachedDenoiser, DenoiserFn
 from nemo_dllm.collections.diffusion.sampling.noise import GlobalNoise, RowNoise
@@ -90,7 +90,7 @@ class DenoisingRun:
         lockstep = "turn" if config.cache == "exact" else "block" if config.quirks.lockstep else None
         self.progress = Progress(canvas.holes_BT, canvas.blocks_BT, config, lockstep)
         self.score = build_scorer(model, self.tokens_BT, canvas, mask_token_id, config, self.device)
-        self.done_B = torch.zeros(len(tokens_BT), dtype=torch.bool)
+        self.done_B = torch.zeros(len(tokens_BT), dtype=torch.bool, device="cpu")
         self._nearly_done = getattr(model, "nearly_done", None) if works_apart(self.device) else None
 
     @property
@@ -180,18 +180,18 @@ class DenoisingRun:
             put(self.tokens_BT, scored.at(edited), [judged.tokens[n] for n in edited])
         finished = self._advance(scored.at(edited))
         # What may still be edited has not ended anything yet.
-        unsettled_BT = self._at.active_BT & ~torch.tensor(finished)[:, None] if self._edits_tokens else None
+        unsettled_BT = self._at.active_BT & ~on_cpu(finished)[:, None] if self._edits_tokens else None
         ended = self._ended(unsettled_BT)
         if any(ended):
             committed = committed + self._close(ended)
             if unsettled_BT is not None:
-                unsettled_BT = unsettled_BT & ~torch.tensor(ended)[:, None]
+                unsettled_BT = unsettled_BT & ~on_cpu(ended)[:, None]
         return Change(committed, scored.at(edited), unsettled_BT)
 
     def _rehearse(self, scored: Scored, quotas: list[int]) -> None:
         """Do much of what follows a pass, to no effect, while the device still works: since the last pass, other
         programs have driven it out of the CPU's caches, which makes it take several times as long."""
-        judged = judge(torch.zeros(2, len(scored.places), dtype=torch.float64), self.config)
+        judged = judge(torch.zeros(2, len(scored.places), dtype=torch.float64, device="cpu"), self.config)
         scored.at(select_commits(judged, scored, quotas, self.config))
         self._fill([], [])
         self.progress.quotas()
@@ -218,7 +218,7 @@ class DenoisingRun:
         finished = self.progress.advance([len(row) for row in self._open], edits)
         if self.config.quirks.stop_after_block:
             ends_B = (self._at.active_BT & (self.tokens_BT == self.config.eos_token_id)).any(dim=1)
-            self.done_B |= torch.tensor(finished) & ends_B
+            self.done_B |= on_cpu(finished) & ends_B
         return finished
 
     def _check_ids(self, vocabulary: int | None) -> None:
@@ -292,7 +292,7 @@ class DenoisingRun:
     def _close(self, ended: list[bool]) -> list[int]:
         """Fill what is left of rows, for nothing behind the end of a text can change it; returns the places."""
         self.progress.end(ended)
-        places = places_of(self.holes_BT & torch.tensor(ended)[:, None])
+        places = places_of(self.holes_BT & on_cpu(ended)[:, None])
         put(self.tokens_BT, places, self.config.end_token_ids[0])
         put(self.holes_BT, places, False)
         return places

@@ -175,6 +175,6 @@ def build_scorer(
 
     if config.cfg_scale == 0:
         return make()
-    keep = torch.tensor(config.cfg_keep_token_ids, dtype=tokens_BT.dtype)
+    keep = torch.tensor(config.cfg_keep_token_ids, dtype=tokens_BT.dtype, device="cpu")
     hidden_BT = canvas.keys_BT & ~canvas.holes_BT & ~torch.isin(tokens_BT, keep)
     return Guided(make, hidden_BT, mask_token_id, config.cfg_scale)

@@ -184,7 +184,7 @@ def _float32(value: float) -> float:
 def _topk(scores: Sequence[float], scored: Scored, row: Sequence[int], quota: int) -> list[int]:
     """The best of a row as ``torch.topk`` finds them on its canvas, which is -inf elsewhere."""
     number_at = {place % scored.width: n for place, n in zip(scored.at(row), row, strict=True)}
-    scores_T = torch.full((scored.width,), -torch.inf, dtype=torch.float64)
+    scores_T = torch.full((scored.width,), -torch.inf, dtype=torch.float64, device="cpu")
     for position, n in number_at.items():
         scores_T[position] = scores[n]
     best = scores_T.topk(min(quota, scored.width)).indices.tolist()

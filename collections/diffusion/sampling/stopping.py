@@ -71,7 +71,7 @@ class TextEnds:
                 "to text, or use stop_token_ids"
             )
         self._config, self._decode = config, decode
-        self._end_ids = torch.tensor(config.end_token_ids, dtype=torch.int64)
+        self._end_ids = torch.tensor(config.end_token_ids, dtype=torch.int64, device="cpu")
         self._by_length: list[tuple[int, bool]] = []
 
     @classmethod

@@ -80,8 +80,8 @@ def check_given_tokens(tokens_BT: Tensor, vocabulary: int | None) -> None:
 @lru_cache(maxsize=64)
 def token_columns(token_ids: tuple[int, ...], vocabulary: int, device: torch.device) -> Tensor:
     """Bool [V], True at some tokens. Kept, because to bring it to the device makes the CPU wait."""
-    columns_V = torch.zeros(vocabulary, dtype=torch.bool)
-    columns_V[torch.tensor(token_ids, dtype=torch.int64)] = True
+    columns_V = torch.zeros(vocabulary, dtype=torch.bool, device="cpu")
+    columns_V[torch.tensor(token_ids, dtype=torch.int64, device="cpu")] = True
     return columns_V.to(device)
 
 

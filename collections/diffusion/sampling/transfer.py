@@ -44,7 +44,7 @@ def transfer_counts(masked: int, steps: int, alpha: Alpha = linear_alpha) -> lis
         Positive counts that sum to ``masked``. Steps which would commit nothing are left out, so there may be fewer
         than ``steps``.
     """
-    times_S = torch.arange(steps, -1, -1, dtype=torch.float64) / steps
+    times_S = torch.arange(steps, -1, -1, dtype=torch.float64, device="cpu") / steps
     # The ratio is rounded to float32 and the rest is not, because half cases decide: 10 masks in 3 linear steps are
     # [3, 3, 4] so, as in the dllm reference, and [3, 4, 3] in float64 throughout.
     masked_share_S = 1 - alpha(times_S.float())
