@@ -14,6 +14,7 @@ from nemo_dllm.collections.diffusion.characters import check_characters
 from nemo_dllm.collections.diffusion.checkpoint_folder import CheckpointKind
 from nemo_dllm.collections.diffusion.inference.cached import MegatronDenoiser
 from nemo_dllm.collections.diffusion.inference.locate import locate_checkpoint
+from nemo_dllm.collections.diffusion.inference.text_decoder import TextDecoder
 from nemo_dllm.collections.diffusion.models.bd3lm import BD3LMModel
 from nemo_dllm.collections.diffusion.models.core import DiffusionCore
 from nemo_dllm.collections.diffusion.models.mdlm import MDLMModel
@@ -121,7 +122,11 @@ class LoadedModel:
         Raises:
             ValueError: where the checkpoint has no tokenizer.
         """
-        return self._text_tokenizer().ids_to_text(token_ids)
+        return self._decoder(token_ids)
+
+    @cached_property
+    def _decoder(self) -> TextDecoder:
+        return TextDecoder(self._text_tokenizer())
 
     def sampler_config(self, preset: str | None = None, **settings: Any) -> SamplerConfig:
         """Sampler settings with what the checkpoint decides: shift, blocks, start and end token, ids that are no text.
