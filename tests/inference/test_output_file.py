@@ -1,3 +1,5 @@
+"""Files of results: what is under which name, before, at and after the end."""
+
 import os
 
 import pytest
@@ -38,6 +40,14 @@ def test_what_an_interruption_leaves(output_file, tmp_path, capsys):
         assert path.read_text() == "old" and sorted(os.listdir(tmp_path)) == left
     assert (tmp_path / "out.jsonl.unfinished").read_text() == "a line\n"
     assert capsys.readouterr().err == f"note: what was written until then is in {tmp_path / left[1]}\n"
+
+
+def test_a_file_that_cannot_be_opened_is_told_as_such(output_file, tmp_path):
+    with (
+        pytest.raises(FileNotFoundError, match="out.jsonl.unfinished"),
+        output_file.whole_file(tmp_path / "x/out.jsonl"),
+    ):
+        pass
 
 
 def test_a_device_is_written_as_it_comes(output_file, tmp_path):

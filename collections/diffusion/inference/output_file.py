@@ -53,10 +53,10 @@ def whole_file(path: str | Path) -> Iterator[TextIO]:
         with open(unfinished, "w", encoding="utf-8") as file:
             yield file
     except BaseException:
-        if unfinished.stat().st_size:
+        if unfinished.exists() and unfinished.stat().st_size:
             print(f"note: what was written until then is in {unfinished}", file=sys.stderr)
         else:
-            unfinished.unlink()
+            unfinished.unlink(missing_ok=True)
         raise
     os.replace(unfinished, path.resolve())
 
