@@ -25,8 +25,13 @@ _KINDS = {
 }
 
 
+def _of_python(value: Any, wanted: type) -> Any:
+    """The same value, where another library's number holds it: JSON and checkpoints know Python's alone."""
+    return value if isinstance(value, (int, float, str)) else wanted(value)
+
+
 def of_type(name: str, value: Any, annotation: Any) -> Any:
-    """The value of a setting; other sequences than tuples become tuples.
+    """The value of a setting; other sequences than tuples become tuples, and numpy's numbers Python's.
 
     Args:
         name: of the field.
@@ -49,10 +54,11 @@ def of_type(name: str, value: Any, annotation: Any) -> Any:
             return value
         if not kind.holds(value):
             raise ValueError(f"{name}={value!r} must be {kind.one}" + (" or None" if NoneType in types else ""))
-        return value
-    kind = _KINDS[get_args(wanted)[0]]
+        return _of_python(value, wanted)
+    part = get_args(wanted)[0]
+    kind = _KINDS[part]
     if isinstance(value, str):
         raise ValueError(f"{name}={value!r} is a single text; give a tuple of {kind.several}")
     if not isinstance(value, Iterable) or not all(map(kind.holds, value := tuple(value))):
         raise ValueError(f"{name}={value!r} must be a tuple of {kind.several}")
-    return value
+    return tuple(_of_python(one, part) for one in value)

@@ -23,7 +23,7 @@ def run(forks, tmp_path):
         script = str(Path(__file__).with_name("run_command.py"))
         process = forks.Process(target=runpy.run_path, args=(script, {"job": job}, "__main__"))
         process.start()
-        process.join(120)
+        process.join(300)
         return process.exitcode, *(file.read_text() for file in files.values())
 
     return run

@@ -1,6 +1,11 @@
+"""Settings of a sampler: their ranges, presets, and what programs get of them."""
+
+import json
 import math
+from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 
+import numpy
 import pytest
 
 from nemo_dllm.collections.diffusion.sampling import (
@@ -138,3 +143,9 @@ def test_the_length_of_gaps_is_that_of_their_tokens(settings, length):
     found = settings_of_gaps(settings, tokens=12)
     assert found == settings | {"max_new_tokens": length}
     SamplerConfig(**found)
+
+
+def test_numbers_of_numpy_become_pythons():
+    given = {"seed": numpy.uint64(7), "threshold": numpy.float32(0.5), "suppress_token_ids": numpy.array([1, 2])}
+    plain = SamplerConfig(6, seed=7, threshold=0.5, suppress_token_ids=(1, 2))
+    assert json.dumps(asdict(SamplerConfig(numpy.int32(6), **given))) == json.dumps(asdict(plain))
