@@ -37,8 +37,8 @@ def check_can_write(path: str | Path, field: str = "output") -> None:
 
 
 @contextmanager
-def whole_file(path: str | Path) -> Iterator[TextIO]:
-    """Write UTF-8 text that appears under its name when all of it is there; a file of that name stays until then.
+def unfinished_file(path: str | Path) -> Iterator[Path]:
+    """Where to write a file that appears under its name when all of it is there; one of that name stays until then.
 
     What was written before an error or an interruption stays beside it, under the name with ``.unfinished``, and
     standard error says so; nothing does where nothing was written. Devices and pipes are written as it comes.
@@ -46,12 +46,10 @@ def whole_file(path: str | Path) -> Iterator[TextIO]:
     path = Path(path)
     unfinished = _unfinished(path)
     if unfinished is None:
-        with open(path, "w", encoding="utf-8") as file:
-            yield file
+        yield path
         return
     try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            yield file
+        yield unfinished
     except BaseException:
         if unfinished.exists() and unfinished.stat().st_size:
             print(f"note: what was written until then is in {unfinished}", file=sys.stderr)
@@ -59,6 +57,13 @@ def whole_file(path: str | Path) -> Iterator[TextIO]:
             unfinished.unlink(missing_ok=True)
         raise
     os.replace(unfinished, path.resolve())
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[TextIO]:
+    """UTF-8 text to be written as of :func:`unfinished_file`."""
+    with unfinished_file(path) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
+        yield file
 
 
 def _unfinished(path: Path) -> Path | None:

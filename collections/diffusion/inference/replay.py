@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_dllm.collections.diffusion.inference.output_file import check_can_write
+from nemo_dllm.collections.diffusion.inference.output_file import check_can_write, unfinished_file
 from nemo_dllm.collections.diffusion.inference.replay_gif import write_gif
 from nemo_dllm.collections.diffusion.sampling import DenoiseStep, canvas_pieces
 from nemo_dllm.collections.diffusion.sampling.display import VISIBLE_CONTROLS, Decode
@@ -107,5 +107,6 @@ class Replay:
     def write(self) -> None:
         """Write the file, and say so on standard error; nothing where nothing was recorded."""
         if self._frames:
-            _WRITERS[self.path.suffix.lower()](self.path, self._frames)
+            with unfinished_file(self.path) as file:
+                _WRITERS[self.path.suffix.lower()](file, self._frames)
             print(f"replay: {self.path}", file=sys.stderr)
